@@ -1,0 +1,1 @@
+"""Actions to a host: transaction with journal, backup, install, rollback."""

@@ -1,0 +1,1 @@
+"""Source tree and patches to checked modules for one kernel, in a staging folder."""

@@ -1,0 +1,1 @@
+"""The command line; the only package that prints, and turns errors into exit statuses."""

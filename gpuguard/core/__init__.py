@@ -1,0 +1,1 @@
+"""Pure decisions: facts in, findings and plans out. No I/O."""

@@ -1,0 +1,96 @@
+"""File operations that survive power loss, and checks of files that root is to trust."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_CHUNK = 1 << 20  # modules weigh up to hundreds of MB: never read whole
+
+
+def fsync_dir(directory: Path) -> None:
+    """Make renames and unlinks in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_dirs(directory: Path, *, mode: int = 0o755) -> None:
+    """Make a directory and its parents, durably; existing ones keep their mode."""
+    missing = []
+    while not directory.exists():
+        missing.append(directory)
+        directory = directory.parent
+    for step in reversed(missing):
+        with suppress(FileExistsError):
+            step.mkdir(mode=mode)
+        fsync_dir(step.parent)
+
+
+def replace_atomically(target: Path, source: Path | bytes, *, mode: int) -> None:
+    """Write beside the target, fsync, rename over it, fsync the directory.
+
+    The temporary name ends in ``.gpuguard-new``: depmod scans for ``.ko*`` only, so a
+    half-written module can never be picked up.
+    """
+    descriptor, name = tempfile.mkstemp(
+        dir=target.parent, prefix=f".{target.name}.", suffix=".gpuguard-new"
+    )
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as sink:
+            if isinstance(source, bytes):
+                sink.write(source)
+            else:
+                with source.open("rb") as origin:
+                    shutil.copyfileobj(origin, sink, _CHUNK)
+            os.fchmod(sink.fileno(), mode)
+            sink.flush()
+            os.fsync(sink.fileno())
+        temporary.rename(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(target.parent)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex digest of a file's content, read in chunks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def writable_by_others(path: Path, trusted_uids: frozenset[int] = frozenset({0})) -> str | None:
+    """Why root should not trust a file, or None if only trusted accounts can change it.
+
+    Looks at the file and at every directory above it, symlinks resolved: whoever can
+    write a parent can swap the file. A sticky directory (``/tmp``) protects entries of
+    trusted owners.
+    """
+    real = Path(os.path.realpath(path))
+    for step in _upwards(real):
+        status = step.stat()
+        if status.st_uid not in trusted_uids:
+            return f"{step} is owned by uid {status.st_uid}"
+        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX and step != real
+        if status.st_mode & stat.S_IWOTH and not sticky:
+            return f"{step} is writable by everyone (mode {stat.S_IMODE(status.st_mode):04o})"
+        if status.st_mode & stat.S_IWGRP and status.st_gid != 0 and not sticky:
+            return (
+                f"{step} is writable by group {status.st_gid} "
+                f"(mode {stat.S_IMODE(status.st_mode):04o})"
+            )
+    return None
+
+
+def _upwards(path: Path) -> Iterator[Path]:
+    yield path
+    yield from path.parents

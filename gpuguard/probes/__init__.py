@@ -1,0 +1,1 @@
+"""Read a host: one module per subject, each with a pure parse_*() function."""

@@ -1,0 +1,33 @@
+"""Where gpuguard keeps what it must remember, inside the host.
+
+Only intent (configuration), history, and what *we* changed is stored; what dpkg, DKMS
+and modprobe know is asked again each time.
+"""
+
+from __future__ import annotations
+
+CONFIG_FILE = "/etc/gpuguard/gpuguard.yaml"
+CONFIG_DROPINS = "/etc/gpuguard/gpuguard.d"
+STATE_DIR = "/var/lib/gpuguard"
+BUILDS_DIR = f"{STATE_DIR}/builds"  # <release>/<created>.json, one record per build
+FAILURES_DIR = f"{STATE_DIR}/failures"  # <release>.json
+BACKUPS_DIR = f"{STATE_DIR}/backups"  # <id>/manifest.json and files/
+JOURNAL_FILE = f"{STATE_DIR}/journal.jsonl"  # undo of the change under way
+LOCK_FILE = f"{STATE_DIR}/lock"
+LOGS_DIR = "/var/log/gpuguard"  # build logs, whole
+CACHE_DIR = "/var/cache/gpuguard"
+CORE_CACHE_DIR = f"{CACHE_DIR}/core"  # <key>/nv-kernel.o, nv-modeset-kernel.o, meta.json
+STAGING_DIR = f"{CACHE_DIR}/staging"  # one folder per build, removed afterwards
+MODULE_CACHE_FILE = f"{CACHE_DIR}/modules.json"  # (path, size, mtime, inode) -> what the file is
+DEPMOD_DIR = "/etc/depmod.d"
+MODULES_SUBDIR = "updates/gpuguard"  # below /lib/modules/<release>/
+
+
+def depmod_file(release: str) -> str:
+    """Our depmod configuration for one release; the file that sorts last wins."""
+    return f"{DEPMOD_DIR}/zz-gpuguard-{release}.conf"
+
+
+def module_tree(release: str) -> str:
+    """``/lib/modules/<release>``."""
+    return f"/lib/modules/{release}"
