@@ -1,0 +1,104 @@
+"""The configuration: one YAML file plus drop-ins. Records first, loading below.
+
+Every field is documented in gpuguard.yaml(5) and by ``gpuguard config init``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from gpuguard.core.facts import MODULE_NAMES
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """Where the operator's NVIDIA open module source is.
+
+    ``path`` is a git clone or a plain folder. ``ref`` and ``stock_ref`` are templates with
+    ``{driver_version}`` and apply to a clone only; ``stock_ref`` names the unpatched state,
+    so that a "patched" ref that changes nothing is noticed. ``trusted_owner`` is an account
+    other than root whose files the operator trusts root to compile.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    path: str
+    ref: str | None = None
+    stock_ref: str | None = None
+    patches: tuple[str, ...] = ()  # applied in this order; paths, globs, {driver_version}
+    trusted_owner: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildConfig:
+    """How modules are compiled."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    user: str = "gpuguard-build"
+    jobs: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one per CPU
+    timeout_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    modules: tuple[str, ...] = MODULE_NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigningConfig:
+    """Module signing; ``auto`` signs when the kernel wants it and a key is there, as DKMS does."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    mode: Literal["auto", "always", "never"] = "auto"
+    key: str | None = None  # default: DKMS's framework.conf, then Debian's and Ubuntu's places
+    certificate: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackupConfig:
+    """How many backups of a kernel to keep; the last good one of a kernel in use always stays."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    keep: Annotated[int, Field(ge=1, le=1000)] = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """Which installed kernels gpuguard looks after; shell patterns on the release."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    ignore: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class P2pConfig:
+    """What the host must have; ``expected_gpus`` None: as many as are on the PCI bus."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    expected_gpus: Annotated[int, Field(ge=0, le=64)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole configuration.
+
+    ``driver_version`` None: what the installed userland says.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    source: SourceConfig
+    driver_version: Annotated[str, Field(pattern=r"^\d+\.\d+(\.\d+)?$")] | None = None
+    build: BuildConfig = field(default_factory=BuildConfig)
+    signing: SigningConfig = field(default_factory=SigningConfig)
+    backups: BackupConfig = field(default_factory=BackupConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    p2p: P2pConfig = field(default_factory=P2pConfig)
+    lock_timeout_seconds: Annotated[float, Field(ge=0)] = 60.0
