@@ -251,4 +251,5 @@ class HostFacts:
     )
     dkms: tuple[DkmsEntry, ...] = ()
     p2p: P2pFacts = field(default_factory=P2pFacts)
+    pci_gpus: tuple[str, ...] = ()  # PCI bus ids of NVIDIA display devices
     held: tuple[str, ...] = ()

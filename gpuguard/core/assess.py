@@ -1,0 +1,245 @@
+"""Facts and policy in, findings out: the decision behind ``status``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpuguard.core.facts import HostFacts, Identity, KernelFacts, SecureBootState
+from gpuguard.core.findings import Finding, Severity, Verdict, verdict_of
+from gpuguard.core.p2p import p2p_findings, p2p_healthy
+from gpuguard.core.policy import Policy
+from gpuguard.core.readiness import Obstacle, obstacles
+from gpuguard.core.stray import stray_findings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reboot:
+    """Whether a reboot is due, and whether it may happen now."""
+
+    required: bool
+    safe: bool
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assessment:
+    """The host judged. ``obstacles`` maps release to why it is not ready (empty: ready)."""
+
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    obstacles: dict[str, tuple[Obstacle, ...]]
+    loaded_identity: str  # "patched", "stock", "none", "unknown"
+    p2p_healthy: bool | None
+    reboot: Reboot
+
+    def is_ready(self, release: str) -> bool:
+        """True if nothing speaks against booting this kernel."""
+        return self.obstacles.get(release) == ()
+
+
+def assess(facts: HostFacts, policy: Policy) -> Assessment:
+    """Judge a host. Kernels that the policy ignores are judged only if they run or are next."""
+    judged = {
+        kernel.release: obstacles(kernel, facts.driver, facts.secure_boot)
+        for kernel in facts.kernels
+        if kernel.image is not None
+    }
+    loaded = _loaded_identity(facts)
+    findings = (
+        *_host_findings(facts),
+        *(f for k in _in_care(facts, policy) for f in _kernel_findings(k, facts, judged)),
+        *stray_findings(facts),
+        *_loaded_findings(facts, loaded),
+        *p2p_findings(facts, policy),
+    )
+    return Assessment(
+        verdict=verdict_of(findings),
+        findings=findings,
+        obstacles=judged,
+        loaded_identity=loaded,
+        p2p_healthy=p2p_healthy(facts, policy),
+        reboot=_reboot(facts, judged, loaded),
+    )
+
+
+def _in_care(facts: HostFacts, policy: Policy) -> Iterator[KernelFacts]:
+    for kernel in facts.kernels:
+        in_use = kernel.release in (facts.running, facts.next.release)
+        if kernel.image is not None and (in_use or policy.looks_after(kernel.release)):
+            yield kernel
+
+
+def _host_findings(facts: HostFacts) -> Iterator[Finding]:
+    if not any(kernel.image for kernel in facts.kernels):
+        yield Finding(
+            code="no-kernels",
+            severity=Severity.UNKNOWN,
+            subject="host",
+            message="no installed kernel was found (an image in /boot and a tree in /lib/modules)",
+            remedy="is this the root of a host? point --root at it",
+        )
+        return
+    if facts.next.release is None:
+        yield Finding(
+            code="next-kernel-unknown",
+            severity=Severity.UNKNOWN,
+            subject="boot loader",
+            message=f"which kernel boots next could not be told: {facts.next.reason}",
+            remedy="run gpuguard status as root, or see whether the boot loader is set up",
+        )
+    elif all(k.release != facts.next.release or k.image is None for k in facts.kernels):
+        yield Finding(
+            code="next-kernel-not-installed",
+            severity=Severity.CRITICAL,
+            subject=facts.next.release,
+            message=f"the boot loader ({facts.next.source}) would start a kernel not installed here",
+            remedy="run update-grub, or set the boot default to an installed kernel",
+        )
+    if facts.secure_boot.state is SecureBootState.UNKNOWN:
+        yield Finding(
+            code="secure-boot-unknown",
+            severity=Severity.UNKNOWN,
+            subject="firmware",
+            message="whether Secure Boot is on could not be read",
+            remedy="run gpuguard status as root",
+        )
+
+
+def _kernel_findings(
+    kernel: KernelFacts, facts: HostFacts, judged: dict[str, tuple[Obstacle, ...]]
+) -> Iterator[Finding]:
+    is_next = kernel.release == facts.next.release
+    for obstacle in judged[kernel.release]:
+        severity = obstacle.severity
+        if is_next and severity is Severity.WARNING:
+            severity = Severity.CRITICAL
+        prefix = "next-kernel-stock" if is_next and obstacle.code == "modules-stock" else None
+        yield Finding(
+            code=prefix or obstacle.code,
+            severity=severity,
+            subject=kernel.release,
+            message=obstacle.message,
+            remedy=_remedy(kernel, obstacle, facts, judged),
+            evidence=obstacle.evidence,
+        )
+    if kernel.failure is not None and judged[kernel.release]:
+        yield Finding(
+            code="build-failed",
+            severity=Severity.CRITICAL if is_next else Severity.WARNING,
+            subject=kernel.release,
+            message=f"the last build failed [{kernel.failure.code}]: {kernel.failure.message}",
+            remedy=_keep_booting(kernel.release, judged)
+            or "mend the cause, then: gpuguard rebuild --force --kernel " + kernel.release,
+            evidence={"when": kernel.failure.created},
+        )
+
+
+def _remedy(
+    kernel: KernelFacts,
+    obstacle: Obstacle,
+    facts: HostFacts,
+    judged: dict[str, tuple[Obstacle, ...]],
+) -> str:
+    advice = _keep_booting(kernel.release, judged) if kernel.release == facts.next.release else ""
+    if obstacle.code == "secure-boot-key-not-enrolled":
+        return f"mokutil --import {facts.secure_boot.certificate}, then confirm at the next boot"
+    if obstacle.severity is Severity.UNKNOWN:
+        return "run gpuguard status as root; if it stays, see the evidence"
+    if obstacle.rebuildable and kernel.headers.state.value != "present":
+        package = kernel.headers.package or f"linux-headers-{kernel.release}"
+        lacks = f" (lacks {', '.join(kernel.headers.missing)})" if kernel.headers.missing else ""
+        install = f"its headers are {kernel.headers.state.value}{lacks}: apt install {package}"
+        return "; ".join(filter(None, (f"{install}, then gpuguard rebuild", advice)))
+    return "; ".join(filter(None, (f"gpuguard rebuild --kernel {kernel.release}", advice)))
+
+
+def _keep_booting(release: str, judged: dict[str, tuple[Obstacle, ...]]) -> str:
+    ready = [other for other, found in judged.items() if not found and other != release]
+    return f"until then boot {ready[-1]}, which is ready" if ready else ""
+
+
+def _loaded_identity(facts: HostFacts) -> str:
+    if facts.driver.loaded is None and facts.driver.loaded_build_id is None:
+        return "none"
+    if facts.driver.loaded_build_id is None or facts.running is None:
+        return "unknown"
+    ours = {
+        build_id
+        for kernel in facts.kernels
+        if kernel.release == facts.running
+        for record in kernel.records
+        for _, build_id in record.build_ids
+    }
+    return "patched" if facts.driver.loaded_build_id in ours else "stock"
+
+
+def _loaded_findings(facts: HostFacts, loaded: str) -> Iterator[Finding]:
+    driver = facts.driver
+    if driver.flavour == "proprietary":
+        yield Finding(
+            code="proprietary-driver",
+            severity=Severity.CRITICAL,
+            subject="driver",
+            message="the loaded driver is the proprietary flavour, which cannot be patched for P2P",
+            remedy="install the open kernel modules of the same driver version",
+        )
+    elif loaded == "stock":
+        yield Finding(
+            code="loaded-stock",
+            severity=Severity.CRITICAL,
+            subject="driver",
+            message="the loaded nvidia module is not one of our builds: no P2P now",
+            remedy=_after_loaded_stock(facts),
+            evidence={"build_id": driver.loaded_build_id or "", "version": driver.loaded or ""},
+        )
+    elif loaded == "unknown":
+        yield Finding(
+            code="loaded-unknown",
+            severity=Severity.UNKNOWN,
+            subject="driver",
+            message="a driver is loaded, but its build-id could not be read",
+            remedy="is /sys mounted? see /sys/module/nvidia/notes/.note.gnu.build-id",
+        )
+    if driver.loaded and driver.userland and driver.loaded != driver.userland:
+        yield Finding(
+            code="driver-library-mismatch",
+            severity=Severity.CRITICAL,
+            subject="driver",
+            message=f"loaded module {driver.loaded}, userland {driver.userland}",
+            remedy="reboot into a kernel that is ready; do not restart GPU programs before",
+            evidence={"userland_source": driver.userland_source},
+        )
+
+
+def _after_loaded_stock(facts: HostFacts) -> str:
+    disk = _running_nvidia(facts)
+    if disk is Identity.PATCHED:
+        return "the patched modules are installed for this kernel: reboot to load them"
+    return "gpuguard rebuild, then reboot"
+
+
+def _running_nvidia(facts: HostFacts) -> Identity | None:
+    for kernel in facts.kernels:
+        if kernel.release == facts.running:
+            return next((m.identity for m in kernel.modules if m.name == "nvidia"), None)
+    return None
+
+
+def _reboot(facts: HostFacts, judged: dict[str, tuple[Obstacle, ...]], loaded: str) -> Reboot:
+    reasons = []
+    if facts.running and facts.next.release and facts.running != facts.next.release:
+        reasons.append(f"the next boot starts {facts.next.release}, {facts.running} is running")
+    if loaded == "stock" and _running_nvidia(facts) is Identity.PATCHED:
+        reasons.append("patched modules are installed, the loaded one is another")
+    driver = facts.driver
+    if driver.loaded and driver.userland and driver.loaded != driver.userland:
+        reasons.append(f"userland is {driver.userland}, the loaded module is {driver.loaded}")
+    required = bool(reasons)
+    found = judged.get(facts.next.release or "")
+    safe = found == ()
+    if found is None:
+        reasons.append("not safe: the next kernel is not known")
+    elif not safe:
+        reasons += [f"not safe: {facts.next.release}: {o.message}" for o in found]
+    return Reboot(required=required, safe=safe, reasons=tuple(reasons))

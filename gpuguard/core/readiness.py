@@ -1,0 +1,173 @@
+"""Would a boot into this kernel give working P2P, as far as files can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gpuguard.core.facts import (
+    DriverFacts,
+    Identity,
+    InitramfsState,
+    KernelFacts,
+    ModuleFile,
+    ResolvedModule,
+    SecureBootFacts,
+    SecureBootState,
+)
+from gpuguard.core.findings import Severity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obstacle:
+    """One reason why a kernel is not ready; ``rebuildable`` if new modules would remove it."""
+
+    code: str
+    message: str
+    rebuildable: bool = True
+    severity: Severity = Severity.WARNING
+    evidence: dict[str, str] = field(default_factory=dict)
+
+
+def obstacles(
+    kernel: KernelFacts, driver: DriverFacts, secure_boot: SecureBootFacts
+) -> tuple[Obstacle, ...]:
+    """Every reason why a kernel is not ready; empty means ready."""
+    if kernel.problem is not None:
+        return (
+            Obstacle(
+                code="modules-undetermined",
+                message=f"its modules could not be resolved: {kernel.problem}",
+                severity=Severity.UNKNOWN,
+            ),
+        )
+    return (
+        *_identity(kernel),
+        *_files(kernel),
+        *_versions(kernel, driver),
+        *_initramfs(kernel),
+        *_signatures(kernel, secure_boot),
+    )
+
+
+def expected_modules(kernel: KernelFacts) -> frozenset[str]:
+    """What our newest build for this kernel made; before any build, what resolves, and nvidia."""
+    if kernel.records:
+        return frozenset(name for name, _ in kernel.records[-1].build_ids)
+    return frozenset({"nvidia", *(m.name for m in kernel.modules if m.file is not None)})
+
+
+def _identity(kernel: KernelFacts) -> Iterator[Obstacle]:
+    wanted = [module for module in kernel.modules if module.name in expected_modules(kernel)]
+    missing = [m.name for m in wanted if m.identity is Identity.MISSING]
+    stock = [m for m in wanted if m.identity is Identity.STOCK]
+    if missing:
+        yield Obstacle(
+            code="modules-missing", message=f"no module would be loaded for {', '.join(missing)}"
+        )
+    shadowed = [m for m in stock if _our_copy(m, kernel) is not None]
+    if shadowed:
+        module = shadowed[0]
+        ours = _our_copy(module, kernel)
+        yield Obstacle(
+            code="patched-shadowed",
+            message=f"the patched {module.name} is on disk, but modprobe would load another copy",
+            evidence={
+                "loaded": module.file.path if module.file else "",
+                "patched": ours.path if ours else "",
+            },
+        )
+    elif stock:
+        first = stock[0].file
+        yield Obstacle(
+            code="modules-stock",
+            message=f"stock modules would be loaded ({', '.join(m.name for m in stock)}): no P2P",
+            evidence={"path": first.path, "build_id": first.build_id or "none"} if first else {},
+        )
+
+
+def _our_copy(module: ResolvedModule, kernel: KernelFacts) -> ModuleFile | None:
+    ours = {build_id for record in kernel.records for _, build_id in record.build_ids}
+    return next((file for file in module.others if file.build_id in ours), None)
+
+
+def _files(kernel: KernelFacts) -> Iterator[Obstacle]:
+    for file in (module.file for module in kernel.modules):
+        if file is None:
+            continue
+        if file.problem is not None:
+            yield Obstacle(
+                code="module-unreadable",
+                message=f"{file.path} {file.problem}",
+                evidence={"path": file.path},
+            )
+        elif file.vermagic is not None and file.vermagic.split(" ", 1)[0] != kernel.release:
+            yield Obstacle(
+                code="vermagic-mismatch",
+                message=f"{file.path} was built for {file.vermagic.split(' ', 1)[0]}",
+                evidence={"path": file.path, "vermagic": file.vermagic},
+            )
+
+
+def _versions(kernel: KernelFacts, driver: DriverFacts) -> Iterator[Obstacle]:
+    wanted = expected_modules(kernel)
+    on_disk = {
+        m.file.version for m in kernel.modules if m.name in wanted and m.file and m.file.version
+    }
+    if len(on_disk) > 1:
+        yield Obstacle(
+            code="module-versions-differ",
+            message=f"its modules are of different driver versions: {', '.join(sorted(on_disk))}",
+        )
+    elif on_disk and driver.userland is not None and on_disk != {driver.userland}:
+        yield Obstacle(
+            code="version-mismatch",
+            message=(
+                f"modules are {next(iter(on_disk))}, the installed userland is {driver.userland}; "
+                "NVML and CUDA refuse to work with that"
+            ),
+            evidence={"userland": driver.userland, "source": driver.userland_source},
+        )
+
+
+def _initramfs(kernel: KernelFacts) -> Iterator[Obstacle]:
+    path = kernel.initramfs.path or "the initramfs"
+    if kernel.initramfs.state is InitramfsState.STALE:
+        yield Obstacle(
+            code="initramfs-stale",
+            message=f"{path} carries other NVIDIA modules than modprobe would load",
+            rebuildable=False,
+            evidence={base: build_id or "none" for base, build_id in kernel.initramfs.modules},
+        )
+    elif kernel.initramfs.state is InitramfsState.UNKNOWN:
+        yield Obstacle(
+            code="initramfs-unknown",
+            message=f"{path} could not be looked into: {kernel.initramfs.reason}",
+            rebuildable=False,
+            severity=Severity.UNKNOWN,
+        )
+
+
+def _signatures(kernel: KernelFacts, secure_boot: SecureBootFacts) -> Iterator[Obstacle]:
+    if secure_boot.state is not SecureBootState.ON:
+        return
+    unsigned = [m.file.path for m in kernel.modules if m.file and not m.file.signed]
+    if unsigned:
+        yield Obstacle(
+            code="secure-boot-will-reject",
+            message=f"Secure Boot is on and {unsigned[0]} is not signed: the kernel will reject it",
+            evidence={"unsigned": ", ".join(unsigned)},
+        )
+    elif secure_boot.enrolled is False:
+        yield Obstacle(
+            code="secure-boot-key-not-enrolled",
+            message=f"Secure Boot is on and {secure_boot.certificate} is not enrolled",
+            rebuildable=False,
+        )
+    elif secure_boot.enrolled is None:
+        yield Obstacle(
+            code="secure-boot-unknown",
+            message="Secure Boot is on, and whether our key is enrolled could not be read",
+            rebuildable=False,
+            severity=Severity.UNKNOWN,
+        )
