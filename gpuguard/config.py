@@ -1,19 +1,58 @@
-"""The configuration: one YAML file plus drop-ins. Records first, loading below.
+"""The configuration's records: one YAML file plus drop-ins; ``config_file`` loads them.
 
 Every field is documented in gpuguard.yaml(5) and by ``gpuguard config init``.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import string
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from gpuguard.core.facts import MODULE_NAMES
 
 _STRICT = ConfigDict(extra="forbid")
+_PLACEHOLDERS = ("driver_version",)
+
+
+def _absolute(path: str) -> str:
+    # A relative path would depend on where the daemon, the hook or a person stands.
+    if not path.startswith("/"):
+        raise ValueError("must be an absolute path")
+    return path
+
+
+def _template(text: str) -> str:
+    if unknown := [name for name in _placeholders(text) if name not in _PLACEHOLDERS]:
+        raise ValueError(
+            f"unknown placeholder {{{unknown[0]}}}; {{driver_version}} is the only one"
+        )
+    return text
+
+
+def _placeholders(text: str) -> list[str]:
+    try:
+        return [name for _, name, *_ in string.Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"a brace without its partner ({error})") from error
+
+
+def _not_root(user: str) -> str:
+    if user in ("root", "0"):
+        raise ValueError("must not be root: compilers run on files that others wrote")
+    return user
+
+
+def _known_modules(names: tuple[str, ...]) -> tuple[str, ...]:
+    if unknown := [name for name in names if name not in MODULE_NAMES]:
+        raise ValueError(f"unknown module {unknown[0]}; known are {', '.join(MODULE_NAMES)}")
+    return names
+
+
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+Template = Annotated[str, Field(min_length=1), AfterValidator(_template)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +67,11 @@ class SourceConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
-    path: str
-    ref: str | None = None
-    stock_ref: str | None = None
-    patches: tuple[str, ...] = ()  # applied in this order; paths, globs, {driver_version}
+    path: AbsolutePath
+    ref: Template | None = None
+    stock_ref: Template | None = None
+    # Applied in this order; absolute paths, globs and {driver_version} allowed.
+    patches: tuple[Annotated[Template, AfterValidator(_absolute)], ...] = ()
     trusted_owner: str | None = None
 
 
@@ -41,10 +81,12 @@ class BuildConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
-    user: str = "gpuguard-build"
+    user: Annotated[str, Field(min_length=1), AfterValidator(_not_root)] = "gpuguard-build"
     jobs: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one per CPU
     timeout_seconds: Annotated[float, Field(gt=0)] = 3600.0
-    modules: tuple[str, ...] = MODULE_NAMES
+    modules: Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_known_modules)] = (
+        MODULE_NAMES
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +96,9 @@ class SigningConfig:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     mode: Literal["auto", "always", "never"] = "auto"
-    key: str | None = None  # default: DKMS's framework.conf, then Debian's and Ubuntu's places
-    certificate: str | None = None
+    # None: what DKMS's framework.conf names, then Debian's and Ubuntu's places.
+    key: AbsolutePath | None = None
+    certificate: AbsolutePath | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,156 @@
+"""Merge what the files say and check it against the records; all problems at once."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+
+from gpuguard.config import Config
+from gpuguard.config_yaml import Document, KeyPath, Origin, Problem, key_text
+
+if typing.TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+KeyTree = dict[str, "KeyTree | None"]
+
+# Reported by _unknown_keys, which sees every file and not only the value that wins.
+_UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
+_SHOWN_LENGTH = 40
+
+
+def key_tree(record: type = Config) -> KeyTree:
+    """The known keys: section name to its keys, other names to None."""
+    hints = typing.get_type_hints(record)
+    return {
+        each.name: key_tree(hints[each.name]) if is_dataclass(hints[each.name]) else None
+        for each in fields(record)
+    }
+
+
+def leaf_keys() -> tuple[KeyPath, ...]:
+    """Every key that holds a value, as a path, in the order of the records."""
+    return tuple(_leaves(key_tree(), ()))
+
+
+def _leaves(tree: KeyTree, prefix: KeyPath) -> Iterator[KeyPath]:
+    for name, below in tree.items():
+        if below is None:
+            yield (*prefix, name)
+        else:
+            yield from _leaves(below, (*prefix, name))
+
+
+def validate(documents: Sequence[Document], main: str) -> tuple[Config | None, list[Problem]]:
+    """The configuration that the files make together, or None, and what is wrong with them.
+
+    Args:
+        documents: in the order in which they apply.
+        main: short name of the main file, which missing required keys are charged to.
+    """
+    problems = [problem for document in documents for problem in _unknown_keys(document)]
+    if any(document.data is None and document.problems for document in documents):
+        return None, problems  # what an unread file would have set is not "missing"
+    from pydantic import TypeAdapter, ValidationError
+
+    origins = merged_origins(documents)
+    merged = _with_sections(_merged(documents), key_tree())
+    try:
+        # Strict in JSON mode: "4" is no number and True no 1, yet a list may be a tuple.
+        return TypeAdapter(Config).validate_json(json.dumps(merged), strict=True), problems
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    empty = documents[0].file != main or documents[0].data is None
+    problems += [
+        _value_problem(detail, origins, main, main_is_empty=empty)
+        for detail in details
+        if detail["type"] not in _UNKNOWN_KEY
+    ]
+    return None, problems
+
+
+def _merged(documents: Sequence[Document]) -> dict[str, object]:
+    merged: dict[str, object] = {}
+    for document in documents:
+        _merge_into(merged, document.data or {})
+    return merged
+
+
+def _merge_into(target: dict[str, object], new: Mapping[str, object]) -> None:
+    for key, value in new.items():
+        old = target.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            _merge_into(old, value)
+        elif not (isinstance(old, dict) and value is None):  # `build:` alone says nothing
+            target[key] = dict(value) if isinstance(value, dict) else value
+
+
+def merged_origins(documents: Sequence[Document]) -> dict[KeyPath, Origin]:
+    """Where each value that counts was written; lists count as one value."""
+    origins: dict[KeyPath, Origin] = {}
+    for document in documents:
+        origins |= document.origins
+    return origins
+
+
+def _with_sections(data: dict[str, object], tree: KeyTree) -> dict[str, object]:
+    """Data with every section there, so that ``source.path`` is reported, not ``source``."""
+    sections: dict[str, object] = {
+        name: {} for name, below in tree.items() if below is not None and data.get(name) is None
+    }
+    return {**data, **sections}
+
+
+def _unknown_keys(document: Document) -> Iterator[Problem]:
+    yield from _unknown_in(document.data or {}, key_tree(), (), document.file)
+
+
+def _unknown_in(
+    data: Mapping[str, object], tree: KeyTree, at: KeyPath, file: str
+) -> Iterator[Problem]:
+    for key, value in data.items():
+        if key not in tree:
+            yield Problem(file, key_text((*at, key)), f"unknown key{_suggestion(key, at, tree)}")
+        elif (below := tree[key]) is not None and isinstance(value, dict):
+            yield from _unknown_in(value, below, (*at, key), file)
+
+
+def _suggestion(key: str, at: KeyPath, tree: KeyTree) -> str:
+    if near := difflib.get_close_matches(key, tree, n=1):
+        return f"; did you mean {key_text((*at, near[0]))}?"
+    elsewhere = {str(path[-1]): path for path in reversed(leaf_keys())}
+    if near := difflib.get_close_matches(key, elsewhere, n=1):
+        return f"; did you mean {key_text(elsewhere[near[0]])}?"
+    return f"; known here: {', '.join(tree)}"
+
+
+def _value_problem(
+    detail: ErrorDetails, origins: Mapping[KeyPath, Origin], main: str, *, main_is_empty: bool
+) -> Problem:
+    path, kind = detail["loc"], detail["type"]
+    if kind == "missing":
+        remark = " (the file sets nothing)" if main_is_empty else ""
+        return Problem(main, key_text(path), f"required key is missing{remark}")
+    origin = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), None)
+    file = origin.file if origin else main
+    if kind == "dataclass_type":
+        return Problem(
+            file, key_text(path), f"must be a mapping of keys, not {_shown(detail, origin)}"
+        )
+    message = detail["msg"].removeprefix("Value error, ")
+    quotes_help = kind == "string_type" and not isinstance(detail["input"], list)
+    advice = "; put it in quotes" if quotes_help else ""
+    return Problem(file, key_text(path), f"{message} (got {_shown(detail, origin)}{advice})")
+
+
+def _shown(detail: ErrorDetails, origin: Origin | None) -> str:
+    """The offending value as the file spells it: 535.10, where YAML made it 535.1."""
+    value = detail["input"]
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    text = origin.text if origin else str(value)
+    if len(text) > _SHOWN_LENGTH:
+        text = text[:_SHOWN_LENGTH] + "…"
+    return repr(text) if isinstance(value, str) else text or "nothing"
