@@ -1,0 +1,137 @@
+"""``gpuguard config``: write an example, check the configuration, show what is in force."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gpuguard.cli.context import Context
+from gpuguard.config_check import leaf_keys
+from gpuguard.config_file import InvalidConfigError, LoadedConfig, load
+from gpuguard.config_yaml import key_text
+from gpuguard.errors import ConfigError, PrivilegeError
+
+app = typer.Typer(
+    name="config", no_args_is_help=True, help="Write, check and show the configuration."
+)
+
+
+def example() -> str:
+    """The example configuration: valid, complete, every key with its default."""
+    return resources.files("gpuguard").joinpath("resources/gpuguard.yaml.example").read_text()
+
+
+@app.command()
+def init(
+    ctx: typer.Context,
+    *,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing file; it is kept as FILE.old.")
+    ] = False,
+    stdout: Annotated[
+        bool, typer.Option("--stdout", help="Print the example, write nothing.")
+    ] = False,
+) -> None:
+    """Write a configuration example in which every key is explained."""
+    context: Context = ctx.obj
+    if stdout:
+        typer.echo(example(), nl=False)
+        return
+    try:
+        _write_example(context, force=force)
+    except PermissionError as error:
+        raise PrivilegeError(
+            f"{context.config_file}: cannot be written: {error.strerror}",
+            hint="run as root: sudo gpuguard config init",
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{context.config_file}: cannot be written: {error.strerror}", code="config-unwritable"
+        ) from error
+    if context.json:
+        typer.echo(json.dumps({"file": context.config_file}))
+    else:
+        typer.echo(f"wrote {context.config_file}; set source.path in it, then run:")
+        typer.echo("  gpuguard config validate")
+
+
+def _write_example(context: Context, *, force: bool) -> None:
+    host, file = context.host, context.config_file
+    existing = host.path(file, follow=False)
+    if os.path.lexists(existing):
+        if not force:
+            raise ConfigError(
+                f"{file}: exists, and is left alone",
+                code="config-exists",
+                hint="print the example with --stdout, or replace the file with --force",
+            )
+        host.replace_file(f"{file}.old", existing)
+    host.replace_file(file, example().encode())
+
+
+@app.command()
+def validate(
+    ctx: typer.Context,
+    file: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="Check this file and its drop-ins.")
+    ] = None,
+) -> None:
+    """Check the configuration; report all problems at once, each with file and key."""
+    context: Context = ctx.obj
+    try:
+        loaded = load(context.host, _absolute(file) if file else context.config_file)
+    except InvalidConfigError as error:
+        if not context.json:
+            raise
+        problems = [dataclasses.asdict(problem) for problem in error.problems]
+        typer.echo(json.dumps({"valid": False, "problems": problems}, indent=2))
+        raise typer.Exit(error.exit_status) from None
+    if context.json:
+        typer.echo(json.dumps({"valid": True, "files": loaded.files}, indent=2))
+    else:
+        typer.echo("\n".join(f"{path}: ok" for path in loaded.files))
+
+
+@app.command()
+def show(
+    ctx: typer.Context,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show every value in force, and which file it comes from."""
+    context: Context = ctx.obj
+    loaded = load(context.host, context.config_file)
+    values = _values(loaded)
+    if as_json or context.json:
+        typer.echo(json.dumps({"files": loaded.files, "values": values}, indent=2))
+        return
+    width = max(len(f"{key}: {_shown(entry)}") for key, entry in values.items())
+    for key, entry in values.items():
+        line = f"{key}: {_shown(entry)}"
+        typer.echo(f"{line:<{min(width, 60)}}  # {entry['origin']}")
+
+
+def _absolute(file: str) -> str:
+    return str(Path(file).absolute())
+
+
+def _values(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
+    plain = dataclasses.asdict(loaded.config)
+    values = {}
+    for path in leaf_keys():
+        value: Any = plain
+        for part in path:
+            value = value[part]
+        key = key_text(path)
+        values[key] = {"value": value, "origin": loaded.origins[key]}
+    return values
+
+
+def _shown(entry: dict[str, Any]) -> str:
+    return json.dumps(entry["value"])
