@@ -93,7 +93,7 @@ def _host_findings(facts: HostFacts) -> Iterator[Finding]:
             code="next-kernel-not-installed",
             severity=Severity.CRITICAL,
             subject=facts.next.release,
-            message=f"the boot loader ({facts.next.source}) would start a kernel not installed here",
+            message=f"{facts.next.source} would start a kernel that is not installed",
             remedy="run update-grub, or set the boot default to an installed kernel",
         )
     if facts.secure_boot.state is SecureBootState.UNKNOWN:

@@ -23,6 +23,17 @@ def fsync_dir(directory: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_file(file: Path) -> None:
+    """Make a file's content and its directory entry durable; absent is fine."""
+    with suppress(FileNotFoundError):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        fsync_dir(file.parent)
+
+
 def make_dirs(directory: Path, *, mode: int = 0o755) -> None:
     """Make a directory and its parents, durably; existing ones keep their mode."""
     missing = []
@@ -68,7 +79,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def writable_by_others(path: Path, trusted_uids: frozenset[int] = frozenset({0})) -> str | None:
+def writable_by_others(
+    path: Path,
+    trusted_uids: frozenset[int] = frozenset({0}),
+    trusted_gids: frozenset[int] = frozenset({0}),
+) -> str | None:
     """Why root should not trust a file, or None if only trusted accounts can change it.
 
     Looks at the file and at every directory above it, symlinks resolved: whoever can
@@ -78,16 +93,31 @@ def writable_by_others(path: Path, trusted_uids: frozenset[int] = frozenset({0})
     real = Path(os.path.realpath(path))
     for step in _upwards(real):
         status = step.stat()
-        if status.st_uid not in trusted_uids:
-            return f"{step} is owned by uid {status.st_uid}"
         sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX and step != real
-        if status.st_mode & stat.S_IWOTH and not sticky:
-            return f"{step} is writable by everyone (mode {stat.S_IMODE(status.st_mode):04o})"
-        if status.st_mode & stat.S_IWGRP and status.st_gid != 0 and not sticky:
-            return (
-                f"{step} is writable by group {status.st_gid} "
-                f"(mode {stat.S_IMODE(status.st_mode):04o})"
-            )
+        reason = distrusted(step, status, trusted_uids, trusted_gids, sticky=bool(sticky))
+        if reason is not None:
+            return reason
+    return None
+
+
+def distrusted(
+    path: Path,
+    status: os.stat_result,
+    trusted_uids: frozenset[int],
+    trusted_gids: frozenset[int],
+    *,
+    sticky: bool = False,
+) -> str | None:
+    """Why one file or directory by itself can be changed by others than the trusted."""
+    mode = f"(mode {stat.S_IMODE(status.st_mode):04o})"
+    if status.st_uid not in trusted_uids:
+        return f"{path} is owned by uid {status.st_uid}"
+    if sticky or stat.S_ISLNK(status.st_mode):  # a symlink's own mode means nothing
+        return None
+    if status.st_mode & stat.S_IWOTH:
+        return f"{path} is writable by everyone {mode}"
+    if status.st_mode & stat.S_IWGRP and status.st_gid not in trusted_gids:
+        return f"{path} is writable by group {status.st_gid} {mode}"
     return None
 
 

@@ -1,0 +1,104 @@
+"""Carry out one action on a host; the only place that maps actions to programs."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from gpuguard.apply.actions import (
+    Action,
+    CheckInitramfs,
+    CheckResolved,
+    Depmod,
+    ExpectedModule,
+    PutFile,
+    RebuildInitramfs,
+    RemoveFile,
+)
+from gpuguard.apply.initramfs import rebuild_initramfs
+from gpuguard.core.facts import InitramfsState, ModuleFile
+from gpuguard.errors import VerifyError
+from gpuguard.host import Host
+from gpuguard.host.cache import FileCache
+from gpuguard.host.files import fsync_file, sha256_file
+from gpuguard.probes.initramfs import probe_initramfs
+from gpuguard.probes.modules import iter_build_ids, probe_modules
+from gpuguard.state import DEPMOD_DIR, module_tree
+
+#: What depmod writes (kmod 30, tools/depmod.c), so that it can be put back byte for byte.
+DEPMOD_OUTPUTS = (
+    "modules.dep", "modules.dep.bin", "modules.alias", "modules.alias.bin", "modules.symbols",
+    "modules.symbols.bin", "modules.softdep", "modules.weakdep", "modules.devname",
+    "modules.builtin.bin", "modules.builtin.alias.bin",
+)  # fmt: skip
+_DEPMOD_TIMEOUT = 300.0  # a cold disk with 4,000 modules takes seconds
+
+
+def execute(action: Action, host: Host) -> None:
+    """Do it.
+
+    Raises:
+        GpuguardError: it did not work; undoing is the transaction's business.
+    """
+    match action:
+        case PutFile():
+            host.replace_file(action.path, action.source, mode=action.mode)
+        case RemoveFile():
+            host.remove_file(action.path)
+            host.remove_empty_dir(str(PurePosixPath(action.path).parent))
+        case Depmod():
+            run_depmod(action.release, host)
+        case RebuildInitramfs():
+            rebuild_initramfs(action.release, action.path, host)
+        case CheckResolved():
+            _check_resolved(action, host)
+        case CheckInitramfs():
+            _check_initramfs(action.release, host)
+
+
+def run_depmod(release: str, host: Host) -> None:
+    """Run depmod for one release on this root.
+
+    With another root, ``-C`` is a must: depmod would read the live configuration otherwise.
+    ``--pdeathsig``: a depmod that outlives us would write over what recovery restored.
+    """
+    options = []
+    if not host.is_live:
+        options = ["-b", str(host.root), "-C", str(host.make_dir(DEPMOD_DIR))]
+    host.run(
+        "setpriv", "--pdeathsig", "KILL", "depmod", *options, release, timeout=_DEPMOD_TIMEOUT
+    )  # fmt: skip
+    for name in DEPMOD_OUTPUTS:  # depmod itself does not fsync
+        fsync_file(host.path(f"{module_tree(release)}/{name}"))
+
+
+def _check_resolved(action: CheckResolved, host: Host) -> None:
+    modules = probe_modules(host, action.release, {}, FileCache(None))
+    by_name = {module.name: module for module in modules}
+    for expected in action.modules:
+        module = by_name[expected.name]
+        if not _is_as_expected(expected, module.file, host):
+            where = module.file.path if module.file else "nothing"
+            raise VerifyError(
+                f"modprobe would load {where} as {module.name}, not what was installed",
+                code="not-resolved",
+                hint="another depmod configuration or copy wins; see `gpuguard status`",
+                detail=f"expected build-id {expected.build_id}, SHA-256 {expected.sha256}",
+            )
+
+
+def _is_as_expected(expected: ExpectedModule, file: ModuleFile | None, host: Host) -> bool:
+    if file is None or file.build_id != expected.build_id:
+        return False
+    return sha256_file(host.path(file.path)) == expected.sha256
+
+
+def _check_initramfs(release: str, host: Host) -> None:
+    modules = probe_modules(host, release, {}, FileCache(None))
+    found = probe_initramfs(host, release, dict(iter_build_ids(modules)))
+    if found.state in (InitramfsState.STALE, InitramfsState.UNKNOWN):
+        raise VerifyError(
+            f"the rebuilt {found.path} does not carry the installed modules ({found.state})",
+            code="initramfs-not-current",
+            hint="see the initramfs tool's configuration (MODULES=, hooks)",
+            detail=found.reason,
+        )

@@ -1,0 +1,140 @@
+"""The undo of the change under way, on disk before the change.
+
+JSON lines: a header, undo records in the order in which they were pushed, and ``commit``
+as the point of no return. A torn last line is a push that never took effect: its step had
+not begun. Schema 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuguard.apply.undo import Undo, from_json, to_json
+from gpuguard.errors import StateError
+from gpuguard.host import Host
+from gpuguard.host.files import fsync_dir, make_dirs
+from gpuguard.state import JOURNAL_FILE
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalState:
+    """What a journal says: which change, how to undo it, and whether it was finished."""
+
+    verb: str
+    release: str
+    started: str
+    backup: str | None
+    undos: tuple[Undo, ...] = field(default=())
+    committed: bool = False
+
+
+class Journal:
+    """At most one change is under way; the lock guarantees it."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def begin(self, verb: str, release: str, started: str, backup: str | None) -> None:
+        """Open the journal; fails if there is one, which ``recover`` must deal with first."""
+        header = {
+            "schema": _SCHEMA,
+            "verb": verb,
+            "release": release,
+            "started": started,
+            "backup": backup,
+        }
+        path = self._host.path(JOURNAL_FILE)
+        make_dirs(path.parent)
+        if path.exists():
+            raise StateError("a journal of an earlier change is still there", code="journal-there")
+        self._append(header)
+        fsync_dir(path.parent)
+
+    def push(self, undo: Undo) -> None:
+        """Record the undo of a step durably, before the step."""
+        self._append(to_json(undo))
+
+    def commit(self) -> None:
+        """The change is complete: from here on a crash ends in the new state."""
+        self._append({"op": "commit"})
+
+    def clear(self) -> None:
+        """Drop the journal."""
+        self._host.remove_file(JOURNAL_FILE)
+
+    def read(self) -> JournalState | None:
+        """The journal of an interrupted change; None if there is none.
+
+        Raises:
+            StateError: it is there and cannot be understood; nothing may be changed then.
+        """
+        path = self._host.path(JOURNAL_FILE)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _unreadable(f"{error.strerror}") from error
+        documents = _documents(content)
+        if not documents:
+            return JournalState(verb="nothing", release="", started="", backup=None)
+        header, *rest = documents
+        if header.get("schema") != _SCHEMA:
+            raise _unreadable(f"schema {header.get('schema')} is not {_SCHEMA}")
+        return JournalState(
+            verb=str(header.get("verb")),
+            release=str(header.get("release")),
+            started=str(header.get("started")),
+            backup=header.get("backup"),
+            undos=tuple(from_json(d) for d in rest if d.get("op") != "commit"),
+            committed=any(d.get("op") == "commit" for d in rest),
+        )
+
+    def _append(self, document: dict[str, Any]) -> None:
+        path = self._host.path(JOURNAL_FILE)
+        line = json.dumps(document).encode() + b"\n"
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(descriptor, line)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StateError(
+                f"cannot write {JOURNAL_FILE}: {error.strerror}",
+                code="journal-unwritable",
+                hint="make room or make it writable; without a journal nothing is changed",
+            ) from error
+
+
+def _documents(content: bytes) -> list[dict[str, Any]]:
+    lines = content.split(b"\n")
+    complete, torn = lines[:-1], lines[-1]
+    documents = []
+    for line in complete:
+        try:
+            document = json.loads(line)
+        except ValueError as error:
+            raise _unreadable(str(error)) from error
+        if not isinstance(document, dict):
+            raise _unreadable("a line is not an object")
+        documents.append(document)
+    del torn  # never took effect
+    return documents
+
+
+def _unreadable(why: str) -> StateError:
+    return StateError(
+        f"{JOURNAL_FILE} cannot be understood: {why}",
+        code="journal-unreadable",
+        hint=(
+            "nothing was changed. See README, section Recovery by hand; when the host is as you "
+            f"want it, move {JOURNAL_FILE} away"
+        ),
+    )

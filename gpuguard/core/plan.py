@@ -1,0 +1,188 @@
+"""Facts and policy in, steps out: the decision behind ``plan`` and ``rebuild``.
+
+A dry run prints these steps; a real run carries them out. The target release is always
+named in the step: what runs now is never an implicit input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gpuguard.core.facts import BuildRecord, HostFacts, InitramfsState, KernelFacts
+from gpuguard.core.policy import Policy
+from gpuguard.core.readiness import Obstacle, obstacles
+from gpuguard.core.stray import stray_backups
+
+
+class Blocker(Protocol):
+    """Why a build for a kernel cannot even start."""
+
+    @property
+    def code(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def hint(self) -> str: ...
+    @property
+    def exit_status(self) -> int: ...
+
+
+class Inputs(Protocol):
+    """What a build for a kernel would be made from; see ``build.inputs``."""
+
+    @property
+    def inputs(self) -> tuple[tuple[str, str], ...]: ...
+    @property
+    def blockers(self) -> tuple[Blocker, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the operator asked for; ``releases`` None: every kernel that is not ready."""
+
+    releases: tuple[str, ...] | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuild:
+    """Build and install the patched modules for one kernel.
+
+    ``blockers`` non-empty: it is due but cannot start; each has its remedy.
+    """
+
+    release: str
+    reasons: tuple[str, ...]
+    blockers: tuple[Blocker, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefreshInitramfs:
+    """The modules are right, only the initramfs carries old ones."""
+
+    release: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Nothing is done for this kernel, and why."""
+
+    release: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """The kernel went away: remove our records and depmod configuration for it."""
+
+    release: str
+
+
+Step = Rebuild | RefreshInitramfs | Leave | Forget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Steps in the order in which they are carried out; next kernel first."""
+
+    steps: tuple[Step, ...] = field(default=())
+
+    @property
+    def is_converged(self) -> bool:
+        """True if nothing needs doing."""
+        return all(isinstance(step, Leave) for step in self.steps)
+
+
+def plan(
+    facts: HostFacts,
+    policy: Policy,
+    request: Request,
+    inputs: Mapping[str, Inputs],
+    *,
+    recorded: tuple[str, ...] = (),
+) -> Plan:
+    """Decide what to do for each kernel.
+
+    Args:
+        facts: the host as probed.
+        policy: the operator's intent.
+        request: which kernels, and whether to insist.
+        inputs: per release, what a build would be made from now.
+        recorded: releases that we hold records or configuration for.
+    """
+    kernels = sorted(
+        (k for k in facts.kernels if k.image is not None and _is_wanted(k, policy, request)),
+        key=lambda kernel: kernel.release != facts.next.release,  # the next boot comes first
+    )
+    steps: list[Step] = [
+        _step(kernel, obstacles(kernel, facts.driver, facts.secure_boot), request, inputs)
+        for kernel in kernels
+    ]
+    installed = {kernel.release for kernel in facts.kernels if kernel.image is not None}
+    if request.releases is None:
+        steps += [Forget(release=release) for release in recorded if release not in installed]
+    return Plan(steps=tuple(steps))
+
+
+def _is_wanted(kernel: KernelFacts, policy: Policy, request: Request) -> bool:
+    if request.releases is not None:
+        return kernel.release in request.releases
+    return policy.looks_after(kernel.release)
+
+
+def _step(
+    kernel: KernelFacts,
+    found: tuple[Obstacle, ...],
+    request: Request,
+    inputs: Mapping[str, Inputs],
+) -> Step:
+    reasons = tuple(_reasons(kernel, found, request, inputs.get(kernel.release)))
+    if not reasons:
+        if kernel.initramfs.state is InitramfsState.STALE:
+            return RefreshInitramfs(release=kernel.release, reasons=_messages(found))
+        why = "; ".join(_messages(found))
+        return Leave(
+            release=kernel.release,
+            reason=f"not ready, and new modules would not help: {why}" if why else "ready",
+        )
+    now = inputs.get(kernel.release)
+    failure = kernel.failure
+    if failure and now and dict(failure.inputs) == dict(now.inputs) and not request.force:
+        return Leave(
+            release=kernel.release,
+            reason=(
+                f"failed before with the same inputs [{failure.code}]: {failure.message}; "
+                "--force tries again"
+            ),
+        )
+    return Rebuild(
+        release=kernel.release, reasons=reasons, blockers=now.blockers if now is not None else ()
+    )
+
+
+def _reasons(
+    kernel: KernelFacts, found: tuple[Obstacle, ...], request: Request, now: Inputs | None
+) -> Iterator[str]:
+    yield from (obstacle.message for obstacle in found if obstacle.rebuildable)
+    if not any(obstacle.rebuildable for obstacle in found):
+        if now is not None and kernel.records:
+            yield from changed_inputs(kernel.records[-1], now)
+        if stray := stray_backups(kernel):
+            yield f"copies below updates/ compete with the real modules: {', '.join(stray)}"
+        if request.force:
+            yield "--force"
+
+
+def changed_inputs(record: BuildRecord, now: Inputs) -> Iterator[str]:
+    """What a build would be made from now that differs from what the record was made from."""
+    before = dict(record.inputs)
+    for key, value in now.inputs:
+        if key in before and before[key] != value:
+            yield f"{key.replace('_', ' ')} changed since the last build"
+
+
+def _messages(found: tuple[Obstacle, ...]) -> tuple[str, ...]:
+    return tuple(obstacle.message for obstacle in found)
