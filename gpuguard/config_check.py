@@ -63,12 +63,14 @@ def validate(documents: Sequence[Document], main: str) -> tuple[Config | None, l
     except ValidationError as error:
         details = error.errors(include_url=False)
     empty = documents[0].file != main or documents[0].data is None
-    problems += [
+    found = [
         _value_problem(detail, origins, main, main_is_empty=empty)
         for detail in details
         if detail["type"] not in _UNKNOWN_KEY
     ]
-    return None, problems
+    # What could not even be read as a value was named already, in better words.
+    named = {(each.file, each.key) for document in documents for each in document.problems}
+    return None, problems + [each for each in found if (each.file, each.key) not in named]
 
 
 def _merged(documents: Sequence[Document]) -> dict[str, object]:

@@ -17,9 +17,8 @@ KeyPath = tuple[str | int, ...]
 
 _MAX_NODES = 10_000  # aliases count each time they are used: a "billion laughs" file stops here
 _MAX_DEPTH = 20
-_SCALAR_TAGS = frozenset(
-    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")
-)
+_TAG_PREFIX = "tag:yaml.org,2002:"
+_TAGS = frozenset(("map", "seq", "str", "int", "float", "bool", "null", "timestamp"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +119,9 @@ class _Reader:
         if len(path) > _MAX_DEPTH:  # also where an alias holds itself: &a [*a]
             raise _TooMuchError(f"nested deeper than {_MAX_DEPTH} levels")
         self._document.origins[path] = Origin(self._document.file, _spelled(node))
+        if node.tag.removeprefix(_TAG_PREFIX) not in _TAGS:
+            self._problem(path, f"tag {_short_tag(node)} is not allowed")
+            return None
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -145,15 +147,12 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node, path: KeyPath) -> object:
         text = str(node.value)
-        if node.tag == "tag:yaml.org,2002:timestamp":
+        if node.tag == f"{_TAG_PREFIX}timestamp":
             return text  # a date is text here
-        if node.tag not in _SCALAR_TAGS:
-            self._problem(path, f"tag {node.tag} is not allowed")
-            return None
         try:
             value: object = self._loader.construct_object(node)
         except (ValueError, yaml.YAMLError):
-            self._problem(path, f"{text[:40]!r} is not a value of tag {node.tag}")
+            self._problem(path, f"{text[:40]!r} is not a value of type {_short_tag(node)}")
             return None
         if isinstance(value, float) and not math.isfinite(value):
             self._problem(path, f"{text} is not a finite number")
@@ -172,6 +171,10 @@ def _kind(value: object) -> str:
 
 def _spelled(node: yaml.Node) -> str:
     return str(node.value) if isinstance(node, yaml.ScalarNode) else ""
+
+
+def _short_tag(node: yaml.Node) -> str:
+    return str(node.tag).replace(_TAG_PREFIX, "!!", 1)
 
 
 def _line(node: yaml.Node) -> int:
