@@ -10,6 +10,7 @@ from gpuguard.errors import ProbeError
 from gpuguard.host.port import Host
 
 _MAX_BYTES = 64 << 20  # the longest text read here, dpkg's status, has 2 to 10 MB
+_CHUNK = 1 << 18  # one read of 4 MB or more from /proc/sys fails with ENOMEM (proc_sysctl.c)
 
 
 @contextmanager
@@ -39,12 +40,14 @@ def read_bytes(host: Host, absolute: str, *, max_bytes: int = _MAX_BYTES) -> byt
     """
     try:
         with absent_is_none(absolute), host.path(absolute).open("rb") as file:
-            content = file.read(max_bytes + 1)
+            content = bytearray()
+            while len(content) <= max_bytes and (chunk := file.read(_CHUNK)):
+                content += chunk
     except FileNotFoundError:
         return None
     if len(content) > max_bytes:
         raise ProbeError(f"{absolute} cannot be read: longer than {max_bytes} bytes")
-    return content
+    return bytes(content)
 
 
 def read_text(host: Host, absolute: str) -> str | None:
