@@ -1,0 +1,97 @@
+"""All probes together: a host's facts, in the order in which they depend on each other."""
+
+from __future__ import annotations
+
+from gpuguard.core.facts import (
+    HeadersFacts,
+    HeadersState,
+    HostFacts,
+    InitramfsFacts,
+    InitramfsState,
+    KernelFacts,
+    P2pFacts,
+    SecureBootFacts,
+)
+from gpuguard.errors import GpuguardError
+from gpuguard.host import Host
+from gpuguard.host.cache import FileCache
+from gpuguard.probes.bootloader import probe_next_kernel
+from gpuguard.probes.driver import probe_driver
+from gpuguard.probes.headers import probe_headers
+from gpuguard.probes.initramfs import probe_initramfs
+from gpuguard.probes.kernels import probe_releases, probe_running, probe_suffix
+from gpuguard.probes.modules import iter_build_ids, probe_modules
+from gpuguard.probes.p2p import probe_p2p, probe_pci_gpus
+from gpuguard.probes.secureboot import probe_secure_boot
+from gpuguard.records import read_failure, read_records
+
+
+def probe_host(
+    host: Host,
+    cache: FileCache,
+    *,
+    signing_key: str | None = None,
+    signing_certificate: str | None = None,
+    with_p2p: bool = True,
+) -> HostFacts:
+    """Look at everything that ``status`` and ``plan`` decide on.
+
+    Raises:
+        StateError: our own records cannot be read; identities would be guesses.
+    """
+    releases = probe_releases(host)
+    installed = tuple(release for release, image in releases if image is not None)
+    return HostFacts(
+        kernels=tuple(probe_kernel(host, release, image, cache) for release, image in releases),
+        running=probe_running(host),
+        next=probe_next_kernel(host, installed),
+        driver=probe_driver(host),
+        secure_boot=_secure_boot(host, signing_key, signing_certificate),
+        p2p=probe_p2p(host) if with_p2p else P2pFacts(problem="not asked"),
+        pci_gpus=probe_pci_gpus(host),
+    )
+
+
+def probe_kernel(host: Host, release: str, image: str | None, cache: FileCache) -> KernelFacts:
+    """One kernel: its modules, headers, initramfs and what we built for it."""
+    records = read_records(host, release)
+    ours = {build_id: name for record in records for name, build_id in record.build_ids}
+    problem = None
+    try:
+        modules = probe_modules(host, release, ours, cache)
+    except GpuguardError as error:
+        modules, problem = (), error.message
+    return KernelFacts(
+        release=release,
+        image=image,
+        modules=modules,
+        headers=_headers(host, release),
+        initramfs=_initramfs(host, release, dict(iter_build_ids(modules)), cache, problem),
+        suffix=probe_suffix(host, release),
+        records=records,
+        failure=read_failure(host, release),
+        problem=problem,
+    )
+
+
+def _headers(host: Host, release: str) -> HeadersFacts:
+    try:
+        return probe_headers(host, release)
+    except OSError as error:
+        return HeadersFacts(state=HeadersState.INCOMPLETE, missing=(f"readable ({error})",))
+
+
+def _initramfs(
+    host: Host,
+    release: str,
+    resolved: dict[str, str | None],
+    cache: FileCache,
+    problem: str | None,
+) -> InitramfsFacts:
+    if problem is not None:
+        return InitramfsFacts(state=InitramfsState.UNKNOWN, reason=problem)
+    return probe_initramfs(host, release, resolved, cache)
+
+
+def _secure_boot(host: Host, key: str | None, certificate: str | None) -> SecureBootFacts:
+    return probe_secure_boot(host, key, certificate)

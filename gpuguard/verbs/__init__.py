@@ -1,0 +1,1 @@
+"""What gpuguard can do, one module per use case; knows nothing of terminals."""

@@ -1,0 +1,101 @@
+"""Look and judge: the use case behind ``status`` and ``plan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuguard.build.inputs import BuildInputs, probe_inputs
+from gpuguard.config import Config
+from gpuguard.core.assess import Assessment, assess
+from gpuguard.core.facts import HostFacts
+from gpuguard.core.plan import Plan, Request, plan
+from gpuguard.core.policy import Policy
+from gpuguard.errors import UsageError
+from gpuguard.host import Host
+from gpuguard.host.cache import FileCache, cache_file
+from gpuguard.probes.host import probe_host
+from gpuguard.records import recorded_releases
+from gpuguard.state import MODULE_CACHE_FILE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with what it was made from; ``inputs`` per release."""
+
+    facts: HostFacts
+    plan: Plan
+    inputs: dict[str, BuildInputs]
+
+
+def policy_of(config: Config | None) -> Policy:
+    """The operator's intent; without a configuration the defaults."""
+    if config is None:
+        return Policy()
+    return Policy(
+        ignored_kernels=config.kernels.ignore, expected_gpus=config.p2p.expected_gpus
+    )
+
+
+def look(host: Host, config: Config | None, *, with_p2p: bool = True) -> HostFacts:
+    """Probe the host, remembering files that have not changed."""
+    file = cache_file(host.path(MODULE_CACHE_FILE))
+    cache = FileCache(file)
+    signing = config.signing if config is not None else None
+    facts = probe_host(
+        host,
+        cache,
+        signing_key=signing.key if signing else None,
+        signing_certificate=signing.certificate if signing else None,
+        with_p2p=with_p2p,
+    )
+    cache.save()
+    return facts
+
+
+def judge(host: Host, config: Config | None) -> tuple[HostFacts, Assessment]:
+    """Facts and what is to be thought of them."""
+    facts = look(host, config)
+    return facts, assess(facts, policy_of(config))
+
+
+def make_plan(host: Host, config: Config, request: Request) -> Planned:
+    """Decide what ``rebuild`` would do, and find out what is in its way.
+
+    Raises:
+        UsageError: a kernel was asked for that is not installed.
+    """
+    facts = look(host, config, with_p2p=False)
+    installed = {k.release: k for k in facts.kernels if k.image is not None}
+    for release in request.releases or ():
+        if release not in installed:
+            raise UsageError(
+                f"kernel {release} is not installed",
+                code="no-such-kernel",
+                hint=f"installed: {', '.join(installed) or 'none'}",
+            )
+    version = config.driver_version or facts.driver.userland
+    policy = policy_of(config)
+    wanted = [
+        kernel
+        for kernel in installed.values()
+        if (request.releases is None and policy.looks_after(kernel.release))
+        or kernel.release in (request.releases or ())
+    ]
+    inputs = {kernel.release: probe_inputs(host, config, kernel, version) for kernel in wanted}
+    decided = plan(facts, policy, request, inputs, recorded=recorded_releases(host))
+    return Planned(facts=facts, plan=decided, inputs=inputs)
+
+
+def next_release(facts: HostFacts) -> str:
+    """The kernel that boots next.
+
+    Raises:
+        UsageError: it cannot be told.
+    """
+    if facts.next.release is None:
+        raise UsageError(
+            f"which kernel boots next could not be told: {facts.next.reason}",
+            code="next-kernel-unknown",
+            hint="name one: --kernel RELEASE",
+        )
+    return facts.next.release

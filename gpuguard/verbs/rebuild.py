@@ -1,0 +1,259 @@
+"""Decide, build, commit, record: the use case behind ``rebuild``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpuguard.apply.actions import RemoveFile
+from gpuguard.apply.backups import prune, take
+from gpuguard.apply.initramfs import check_initramfs_possible
+from gpuguard.apply.install import (
+    NewModule,
+    initramfs_actions,
+    install_actions,
+    our_folder,
+    touched_paths,
+)
+from gpuguard.apply.lock import wait_for_package_tools
+from gpuguard.apply.transaction import apply
+from gpuguard.build.inputs import BuildInputs
+from gpuguard.build.pipeline import BuildResult, build_modules
+from gpuguard.build.progress import Progress
+from gpuguard.config import Config
+from gpuguard.core.facts import BuildFailure, BuildRecord, HostFacts, KernelFacts
+from gpuguard.core.plan import Forget, Leave, Plan, Rebuild, RefreshInitramfs, Step
+from gpuguard.core.stray import stray_backups
+from gpuguard.errors import BuildError, GpuguardError, PatchRejectedError, PreflightError
+from gpuguard.host import Host
+from gpuguard.records import forget_failure, record_files, write_failure
+from gpuguard.state import BACKUPS_DIR, module_tree
+from gpuguard.verbs.clock import now
+from gpuguard.verbs.inspect import Planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one step; ``error`` None: it worked (or nothing was to do)."""
+
+    step: Step
+    error: GpuguardError | None = None
+    backup: str | None = None
+    result: BuildResult | None = None
+
+
+def rebuild(
+    host: Host, config: Config, planned: Planned, progress: Progress
+) -> Iterator[Outcome]:
+    """Carry out a plan, kernel by kernel; one kernel's failure does not stop the others.
+
+    The caller holds the lock and has recovered an interrupted change.
+    """
+    for step in planned.plan.steps:
+        try:
+            yield _carry_out(step, host, config, planned, progress)
+        except GpuguardError as error:
+            yield Outcome(step=step, error=error)
+    installed = {kernel.release for kernel in planned.facts.kernels if kernel.image is not None}
+    prune(host, keep=config.backups.keep, installed=installed)
+
+
+def worst_exit_status(outcomes: list[Outcome]) -> int:
+    """Exit status of a whole run: that of the first failure, 0 if there was none."""
+    return next((o.error.exit_status for o in outcomes if o.error is not None), os.EX_OK)
+
+
+def is_converged(plan: Plan) -> bool:
+    """True if no step does anything."""
+    return plan.is_converged
+
+
+def _carry_out(
+    step: Step, host: Host, config: Config, planned: Planned, progress: Progress
+) -> Outcome:
+    match step:
+        case Leave():
+            return Outcome(step=step)
+        case Forget():
+            _forget(step, host)
+            return Outcome(step=step)
+        case RefreshInitramfs():
+            return _refresh(step, host, config, _kernel(planned.facts, step.release))
+        case Rebuild():
+            kernel = _kernel(planned.facts, step.release)
+            return _rebuild(step, host, config, kernel, planned, progress)
+
+
+def _rebuild(
+    step: Rebuild,
+    host: Host,
+    config: Config,
+    kernel: KernelFacts,
+    planned: Planned,
+    progress: Progress,
+) -> Outcome:
+    if step.blockers:
+        raise _blocked(step)
+    inputs = planned.inputs[step.release]
+    try:
+        with build_modules(
+            host,
+            config,
+            kernel,
+            inputs,
+            planned.facts.secure_boot,
+            _base_names(kernel, planned.facts),
+            progress,
+        ) as result:
+            backup = _install(host, config, kernel, result, progress)
+            return Outcome(step=step, backup=backup, result=result)
+    except (BuildError, PatchRejectedError) as error:
+        _remember(host, kernel, inputs, error)
+        raise
+
+
+def _install(
+    host: Host, config: Config, kernel: KernelFacts, result: BuildResult, progress: Progress
+) -> str:
+    progress.step("install", f"into {our_folder(kernel.release)}", None)
+    wait_for_package_tools(host, config.lock_timeout_seconds)
+    stray = stray_backups(kernel)
+    _check_room(host, kernel, result)
+    created = now()
+    record = BuildRecord(
+        release=kernel.release,
+        driver_version=result.driver_version,
+        build_ids=tuple((module.name, module.build_id) for module in result.modules),
+        inputs=result.inputs,
+        created=created,
+        duration_seconds=round(result.duration_seconds, 1),
+        core_cached=result.core_cached,
+    )
+    modules = tuple(
+        NewModule(
+            name=module.name,
+            file_name=module.file.name,
+            source=module.file,
+            build_id=module.build_id,
+            sha256=module.sha256,
+        )
+        for module in result.modules
+    )
+    backup = take(
+        host,
+        kernel,
+        reason="before rebuild",
+        created=created,
+        paths=touched_paths(kernel, stray),
+    )
+    apply(
+        install_actions(host, kernel, record, modules, stray),
+        host,
+        verb="rebuild",
+        release=kernel.release,
+        started=created,
+        backup=backup.id,
+    )
+    forget_failure(host, kernel.release)
+    return backup.id
+
+
+def _refresh(
+    step: RefreshInitramfs, host: Host, config: Config, kernel: KernelFacts
+) -> Outcome:
+    wait_for_package_tools(host, config.lock_timeout_seconds)
+    _check_initramfs(host, kernel)
+    created = now()
+    backup = take(
+        host, kernel, reason="before initramfs", created=created, paths=touched_paths(kernel, ())
+    )
+    apply(
+        initramfs_actions(kernel),
+        host,
+        verb="initramfs",
+        release=step.release,
+        started=created,
+        backup=backup.id,
+    )
+    return Outcome(step=step, backup=backup.id)
+
+
+def _forget(step: Forget, host: Host) -> None:
+    paths = [*record_files(host, step.release)]
+    folder = host.path(our_folder(step.release))
+    if folder.is_dir():
+        paths += [f"{our_folder(step.release)}/{entry.name}" for entry in folder.iterdir()]
+    apply(
+        tuple(RemoveFile(path=path) for path in paths),
+        host,
+        verb="forget",
+        release=step.release,
+        started=now(),
+        backup=None,
+    )
+
+
+def _blocked(step: Rebuild) -> PreflightError:
+    first = step.blockers[0]
+    error = PreflightError(
+        f"{step.release}: {first.message}",
+        code=first.code,
+        hint=first.hint,
+        detail="\n".join(f"also: {other.message} [{other.code}]" for other in step.blockers[1:]),
+    )
+    error.exit_status = first.exit_status
+    return error
+
+
+def _remember(
+    host: Host, kernel: KernelFacts, inputs: BuildInputs, error: GpuguardError
+) -> None:
+    write_failure(
+        host,
+        BuildFailure(
+            release=kernel.release,
+            inputs=inputs.inputs,
+            code=error.code,
+            message=error.message,
+            created=now(),
+        ),
+    )
+
+
+def _base_names(kernel: KernelFacts, facts: HostFacts) -> dict[str, str]:
+    """Canonical name -> file base name, as modprobe resolves it here or for another kernel."""
+    names = {module.name: module.name for module in kernel.modules}
+    for other in (*facts.kernels, kernel):
+        names |= {m.name: m.file.base_name for m in other.modules if m.file is not None}
+    return names
+
+
+def _kernel(facts: HostFacts, release: str) -> KernelFacts:
+    return next(kernel for kernel in facts.kernels if kernel.release == release)
+
+
+def _check_initramfs(host: Host, kernel: KernelFacts) -> None:
+    if initramfs_actions(kernel) and kernel.initramfs.path is not None:
+        check_initramfs_possible(kernel.release, kernel.initramfs.path, host)
+
+
+def _check_room(host: Host, kernel: KernelFacts, result: BuildResult) -> None:
+    _check_initramfs(host, kernel)
+    new = sum(module.file.stat().st_size for module in result.modules)
+    old = sum(
+        host.path(module.file.path).stat().st_size for module in kernel.modules if module.file
+    )
+    initramfs = host.path(kernel.initramfs.path).stat().st_size if initramfs_actions(kernel) and kernel.initramfs.path else 0
+    for place, needed in ((module_tree(kernel.release), new), (BACKUPS_DIR, old + initramfs)):
+        real = host.path(place)
+        while not real.exists():
+            real = real.parent
+        free = shutil.disk_usage(real).free
+        if free < needed * 1.1 + (1 << 20):
+            raise PreflightError(
+                f"{kernel.release}: {needed >> 20} MiB needed in {place}, {free >> 20} MiB free",
+                code="disk-space",
+                hint="make room (apt autoremove --purge, apt clean) and try again",
+            )

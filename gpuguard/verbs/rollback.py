@@ -1,0 +1,105 @@
+"""Put back what resolved before: the use case behind ``rollback``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuguard.apply.backups import Backup, get_backup, list_backups, prune, take
+from gpuguard.apply.initramfs import check_initramfs_possible
+from gpuguard.apply.install import initramfs_actions, rollback_actions, touched_paths
+from gpuguard.apply.lock import wait_for_package_tools
+from gpuguard.apply.transaction import apply
+from gpuguard.config import Config
+from gpuguard.core.facts import HostFacts, KernelFacts
+from gpuguard.errors import UsageError
+from gpuguard.host import Host
+from gpuguard.verbs.clock import now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackPlan:
+    """Which backup goes back into which kernel."""
+
+    kernel: KernelFacts
+    backup: Backup
+
+
+def plan_rollback(
+    host: Host, facts: HostFacts, release: str | None, backup_id: str | None
+) -> RollbackPlan:
+    """Choose the backup: the given one, else the newest of the kernel that differs from now.
+
+    Raises:
+        UsageError: no such kernel or backup, or the two do not belong together.
+    """
+    if backup_id is not None:
+        backup = get_backup(host, backup_id)
+        if release is not None and backup.release != release:
+            raise UsageError(
+                f"backup {backup_id} is of kernel {backup.release}, not of {release}",
+                code="backup-of-other-kernel",
+            )
+        return RollbackPlan(kernel=_installed(facts, backup.release), backup=backup)
+    kernel = _installed(facts, release or facts.next.release or facts.running or "")
+    return RollbackPlan(kernel=kernel, backup=_newest_that_differs(host, kernel))
+
+
+def roll_back(
+    host: Host, config: Config | None, plan: RollbackPlan, installed: frozenset[str]
+) -> str:
+    """Do it; returns the id of the backup taken before, with which this can be undone.
+
+    The caller holds the lock and has recovered an interrupted change.
+
+    Raises:
+        RollbackError: a backed-up content is gone or damaged; nothing was changed.
+        VerifyError: modprobe did not answer as planned; the host is as before.
+    """
+    kernel = plan.kernel
+    timeout = config.lock_timeout_seconds if config is not None else 60.0
+    actions = rollback_actions(host, kernel, plan.backup)  # verifies the contents first
+    wait_for_package_tools(host, timeout)
+    if initramfs_actions(kernel) and kernel.initramfs.path is not None:
+        check_initramfs_possible(kernel.release, kernel.initramfs.path, host)
+    created = now()
+    before = take(
+        host,
+        kernel,
+        reason=f"before rollback to {plan.backup.id}",
+        created=created,
+        paths=touched_paths(kernel, ()),
+    )
+    apply(
+        actions,
+        host,
+        verb="rollback",
+        release=kernel.release,
+        started=created,
+        backup=before.id,
+    )
+    prune(host, keep=config.backups.keep if config is not None else 5, installed=installed)
+    return before.id
+
+
+def _installed(facts: HostFacts, release: str) -> KernelFacts:
+    for kernel in facts.kernels:
+        if kernel.release == release and kernel.image is not None:
+            return kernel
+    names = ", ".join(k.release for k in facts.kernels if k.image is not None) or "none"
+    raise UsageError(
+        f"kernel {release or '(next)'} is not installed",
+        code="no-such-kernel",
+        hint=f"installed: {names}",
+    )
+
+
+def _newest_that_differs(host: Host, kernel: KernelFacts) -> Backup:
+    current = {(m.name, m.file.build_id) for m in kernel.modules if m.file is not None}
+    for backup in reversed(list_backups(host, kernel.release)):
+        if {(module.name, module.build_id) for module in backup.modules} != current:
+            return backup
+    raise UsageError(
+        f"no backup of {kernel.release} differs from what is installed now",
+        code="no-such-backup",
+        hint="see: gpuguard backups",
+    )
