@@ -94,8 +94,9 @@ def get_headers(
 
 def cached_releases(root: Path) -> tuple[str, ...]:
     """What a cache holds complete, oldest first."""
-    # the links are made last
-    found = (link.parent.name for link in root.glob("lib/modules/*/build"))
+    folders = root.glob("lib/modules/*")
+    # The link is made last. It is absolute, so it dangles here and glob() would not see it.
+    found = (folder.name for folder in folders if (folder / "build").is_symlink())
     return tuple(sorted(found, key=release_key))
 
 
