@@ -31,9 +31,7 @@ def policy_of(config: Config | None) -> Policy:
     """The operator's intent; without a configuration the defaults."""
     if config is None:
         return Policy()
-    return Policy(
-        ignored_kernels=config.kernels.ignore, expected_gpus=config.p2p.expected_gpus
-    )
+    return Policy(ignored_kernels=config.kernels.ignore, expected_gpus=config.p2p.expected_gpus)
 
 
 def look(host: Host, config: Config | None, *, with_p2p: bool = True) -> HostFacts:

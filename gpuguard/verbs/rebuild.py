@@ -44,9 +44,7 @@ class Outcome:
     result: BuildResult | None = None
 
 
-def rebuild(
-    host: Host, config: Config, planned: Planned, progress: Progress
-) -> Iterator[Outcome]:
+def rebuild(host: Host, config: Config, planned: Planned, progress: Progress) -> Iterator[Outcome]:
     """Carry out a plan, kernel by kernel; one kernel's failure does not stop the others.
 
     The caller holds the lock and has recovered an interrupted change.
@@ -160,9 +158,7 @@ def _install(
     return backup.id
 
 
-def _refresh(
-    step: RefreshInitramfs, host: Host, config: Config, kernel: KernelFacts
-) -> Outcome:
+def _refresh(step: RefreshInitramfs, host: Host, config: Config, kernel: KernelFacts) -> Outcome:
     wait_for_package_tools(host, config.lock_timeout_seconds)
     _check_initramfs(host, kernel)
     created = now()
@@ -207,9 +203,7 @@ def _blocked(step: Rebuild) -> PreflightError:
     return error
 
 
-def _remember(
-    host: Host, kernel: KernelFacts, inputs: BuildInputs, error: GpuguardError
-) -> None:
+def _remember(host: Host, kernel: KernelFacts, inputs: BuildInputs, error: GpuguardError) -> None:
     write_failure(
         host,
         BuildFailure(
@@ -245,7 +239,11 @@ def _check_room(host: Host, kernel: KernelFacts, result: BuildResult) -> None:
     old = sum(
         host.path(module.file.path).stat().st_size for module in kernel.modules if module.file
     )
-    initramfs = host.path(kernel.initramfs.path).stat().st_size if initramfs_actions(kernel) and kernel.initramfs.path else 0
+    initramfs = (
+        host.path(kernel.initramfs.path).stat().st_size
+        if initramfs_actions(kernel) and kernel.initramfs.path
+        else 0
+    )
     for place, needed in ((module_tree(kernel.release), new), (BACKUPS_DIR, old + initramfs)):
         real = host.path(place)
         while not real.exists():

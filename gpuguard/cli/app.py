@@ -1,0 +1,92 @@
+"""The command line: options before the verb, and the verbs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpuguard import __version__, state
+from gpuguard.cli import backups, config, demo, rebuild, status
+from gpuguard.cli.context import Context
+from gpuguard.errors import UsageError
+from gpuguard.host import LocalHost
+
+_HELP = """Keep a GPU host's patched NVIDIA modules patched.
+
+Consumer NVIDIA cards talk to each other directly (P2P) only with a patched build of the
+open kernel modules. A kernel update makes DKMS rebuild them without the patch, and nothing
+complains. gpuguard notices before the reboot, rebuilds, and can put everything back.
+
+  gpuguard status              what would the next boot load, and is that right
+  gpuguard plan                what a rebuild would do
+  gpuguard rebuild             do it
+  gpuguard backups, rollback   put back what was there before
+  gpuguard demo                watch the whole story on a simulated host
+
+Exit status: 0 fine, 1 not healthy, 2 usage, 3 could not be determined; verbs that act use
+sysexits (65 patch rejected, 69 unavailable, 70 build or verify failed, 71 rollback failed,
+74 state unreadable, 75 lock held, 77 needs root, 78 configuration).
+"""
+
+app = typer.Typer(
+    name="gpuguard",
+    help=_HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(*, wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gpuguard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    ctx: typer.Context,
+    *,
+    root: Annotated[
+        Path,
+        typer.Option(
+            "--root",
+            metavar="DIR",
+            help="Work on this directory tree instead of the running system.",
+        ),
+    ] = Path("/"),
+    config_file: Annotated[
+        str,
+        typer.Option("--config", metavar="FILE", help="Configuration file, inside the root."),
+    ] = state.CONFIG_FILE,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of text.")
+    ] = False,
+    version: Annotated[  # noqa: ARG001 - acts by its callback
+        bool,
+        typer.Option(
+            "--version", callback=lambda value: _print_version(wanted=value), is_eager=True,
+            help="Print the version.",
+        ),
+    ] = False,
+) -> None:  # fmt: skip
+    """Options before the verb."""
+    if not root.is_dir():
+        raise UsageError(f"--root {root}: not a directory", code="no-such-root")
+    if not config_file.startswith("/"):
+        raise UsageError(
+            f"--config {config_file}: give an absolute path (inside the root)", code="usage"
+        )
+    ctx.obj = Context(host=LocalHost(root), config_file=config_file, json=json)
+
+
+app.command()(status.status)
+app.command()(rebuild.plan)
+app.command()(rebuild.rebuild)
+app.command(name="backups")(backups.backups)
+app.command()(backups.rollback)
+app.add_typer(config.app)
+app.command()(demo.demo)

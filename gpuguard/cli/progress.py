@@ -1,0 +1,68 @@
+"""Show how a build goes: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import typer
+
+_MIN_INTERVAL = 0.1  # seconds between redraws
+_WIDTH = 28
+
+
+class Lines:
+    """Plain lines on stderr, one per step: for the journal, pipes and logs."""
+
+    def step(self, name: str, detail: str, estimate_seconds: float | None) -> None:
+        """A line per step."""
+        about = f" (about {estimate_seconds:.0f} s)" if estimate_seconds else ""
+        typer.echo(f"gpuguard: {name}: {detail}{about}", err=True)
+
+    def tick(self, fraction: float | None, text: str) -> None:
+        """Nothing: a journal wants no progress bars."""
+
+    def close(self) -> None:
+        """Nothing to tidy."""
+
+
+class Bar:
+    """A bar that redraws itself on a terminal."""
+
+    def __init__(self) -> None:
+        self._step = ""
+        self._started = 0.0
+        self._drawn = 0.0
+
+    def step(self, name: str, detail: str, estimate_seconds: float | None) -> None:
+        """Finish the line of the step before, begin a new one."""
+        self.close()
+        about = f", about {estimate_seconds:.0f} s" if estimate_seconds else ""
+        typer.secho(f"  {name:<9}", fg=typer.colors.CYAN, nl=False, err=True)
+        typer.echo(f" {detail}{about}", err=True)
+        self._step, self._started = name, time.monotonic()
+
+    def tick(self, fraction: float | None, text: str) -> None:
+        """Redraw, at most ten times a second."""
+        now = time.monotonic()
+        if now - self._drawn < _MIN_INTERVAL:
+            return
+        self._drawn = now
+        elapsed = f"{now - self._started:4.0f} s"
+        if fraction is None:
+            bar = "·" * _WIDTH
+        else:
+            done = round(min(max(fraction, 0.0), 1.0) * _WIDTH)
+            bar = "█" * done + "░" * (_WIDTH - done)
+        typer.echo(f"\r\x1b[2K  {bar} {elapsed}  {text[:60]}", nl=False, err=True)
+
+    def close(self) -> None:
+        """Wipe the live line."""
+        if self._drawn:
+            typer.echo("\r\x1b[2K", nl=False, err=True)
+        self._drawn = 0.0
+
+
+def progress_for_terminal() -> Lines | Bar:
+    """A bar if a person watches stderr."""
+    return Bar() if sys.stderr.isatty() else Lines()

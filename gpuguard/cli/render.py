@@ -1,0 +1,152 @@
+"""Text for people: tables, marks, findings. Colour only on a terminal (typer strips it)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import typer
+
+from gpuguard.core.assess import Assessment
+from gpuguard.core.document import disk_version, kernel_of, roles_of
+from gpuguard.core.facts import HostFacts, Identity, KernelFacts, SecureBootState
+from gpuguard.core.findings import Finding, Severity, Verdict
+
+_VERDICT_COLOUR = {
+    Verdict.OK: typer.colors.GREEN,
+    Verdict.WARNING: typer.colors.YELLOW,
+    Verdict.UNKNOWN: typer.colors.MAGENTA,
+    Verdict.CRITICAL: typer.colors.RED,
+}
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # what typer.style adds
+_SHORT_ID = 12  # digits of a build-id that tell modules apart on a screen
+
+
+def coloured(text: str, verdict: Verdict) -> str:
+    """Text in the colour of a verdict."""
+    return typer.style(text, fg=_VERDICT_COLOUR[verdict], bold=True)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as needed, two blanks between; escape codes do not count as width."""
+    widths = [max(len(_unstyled(row[i])) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell + " " * (width - len(_unstyled(cell)))
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _unstyled(text: str) -> str:
+    return _ESCAPE.sub("", text)
+
+
+def status_text(facts: HostFacts, assessment: Assessment, *, verbose: bool) -> str:
+    """Everything that ``gpuguard status`` shows."""
+    parts = [coloured(f"gpuguard: {assessment.verdict}", assessment.verdict)]
+    if rows := _kernel_rows(facts, assessment):
+        parts.append(table(rows))
+    if verbose:
+        parts += [_modules_text(kernel) for kernel in facts.kernels if kernel.image]
+    parts.append(table(list(_summary_rows(facts, assessment))))
+    if assessment.findings:
+        parts.append(findings_text(assessment.findings))
+    return "\n\n".join(parts)
+
+
+def findings_text(findings: Iterable[Finding]) -> str:
+    """One block per finding, worst first: what, evidence, what to do."""
+    order = (Severity.CRITICAL, Severity.UNKNOWN, Severity.WARNING)
+    blocks = []
+    for finding in sorted(findings, key=lambda f: order.index(f.severity)):
+        verdict = Verdict(finding.severity.value)
+        head = coloured(finding.severity.upper(), verdict)
+        lines = [f"{head} {finding.subject}: {finding.message} [{finding.code}]"]
+        lines += [f"     {key}: {value}" for key, value in finding.evidence.items()]
+        if finding.remedy:
+            lines.append(f"  -> {finding.remedy}")
+        blocks.append("\n".join(lines))
+    return "\n".join(blocks)
+
+
+def _kernel_rows(facts: HostFacts, assessment: Assessment) -> list[list[str]]:
+    rows = [["kernel", "role", "ready", "modules", "headers", "initramfs"]]
+    for kernel in facts.kernels:
+        if kernel.image is None:
+            continue
+        ready = assessment.is_ready(kernel.release)
+        mark = coloured("yes", Verdict.OK) if ready else coloured("NO", Verdict.CRITICAL)
+        rows.append(
+            [
+                kernel.release,
+                ", ".join(roles_of(kernel.release, facts)) or "-",
+                mark,
+                modules_word(kernel),
+                kernel.headers.state.value,
+                kernel.initramfs.state.value,
+            ]
+        )
+    return rows if len(rows) > 1 else []
+
+
+def modules_word(kernel: KernelFacts) -> str:
+    """``patched``, ``stock``, ``missing``, or how many of each."""
+    if kernel.problem is not None:
+        return "unknown"
+    kinds = [module.identity for module in kernel.modules if module.file is not None]
+    if not kinds:
+        return Identity.MISSING.value
+    if len(set(kinds)) == 1:
+        return kinds[0].value
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+
+
+def _modules_text(kernel: KernelFacts) -> str:
+    rows = [[kernel.release, "identity", "build-id", "version", "file"]]
+    for module in kernel.modules:
+        file = module.file
+        rows.append(
+            [
+                module.name,
+                module.identity.value,
+                (file.build_id or "-")[:_SHORT_ID] if file else "-",
+                (file.version or "-") if file else "-",
+                file.path if file else "-",
+            ]
+        )
+        rows += [["", "competes", (o.build_id or "-")[:_SHORT_ID], o.version or "-", o.path]
+                 for o in module.others]  # fmt: skip
+    return table(rows)
+
+
+def _summary_rows(facts: HostFacts, assessment: Assessment) -> Iterable[list[str]]:
+    driver = facts.driver
+    loaded = f"{driver.loaded or 'none'} ({assessment.loaded_identity})"
+    disk = (
+        f"on disk: running {disk_version(kernel_of(facts, facts.running)) or '-'}, "
+        f"next {disk_version(kernel_of(facts, facts.next.release)) or '-'}"
+    )
+    yield ["driver", f"userland {driver.userland or 'none'}, loaded {loaded}, {disk}"]
+    yield ["P2P", p2p_line(facts, assessment)]
+    boot = facts.next.release or f"unknown: {facts.next.reason}"
+    yield ["next boot", f"{boot} ({facts.next.source})"]
+    if facts.secure_boot.state is not SecureBootState.NOT_APPLICABLE:
+        yield ["Secure Boot", facts.secure_boot.state.value]
+    reboot = assessment.reboot
+    safe = coloured("safe", Verdict.OK) if reboot.safe else coloured("NOT safe", Verdict.CRITICAL)
+    required = "required" if reboot.required else "not required"
+    yield ["reboot", f"{safe}, {required}" + "".join(f"; {r}" for r in reboot.reasons[:1])]
+
+
+def p2p_line(facts: HostFacts, assessment: Assessment) -> str:
+    """``12 of 12 ordered pairs OK, 4 cards (nvml)``, or why nobody can say."""
+    p2p = facts.p2p
+    if p2p.source is None:
+        return f"unknown: {p2p.problem}" if p2p.problem else "unknown"
+    good = sum(pair.read == "OK" and pair.write == "OK" for pair in p2p.pairs)
+    verdict = Verdict.OK if assessment.p2p_healthy else Verdict.CRITICAL
+    text = f"{good} of {len(p2p.pairs)} ordered pairs OK"
+    return f"{coloured(text, verdict)}, {len(p2p.gpus)} cards ({p2p.source})"

@@ -1,0 +1,66 @@
+"""What every verb that changes a host does first: rights, lock, clean-up of a crash."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from gpuguard.apply.journal import Journal
+from gpuguard.apply.lock import exclusive
+from gpuguard.apply.transaction import Recovery, recover
+from gpuguard.cli.context import Context
+from gpuguard.errors import PrivilegeError
+from gpuguard.state import STATE_DIR
+
+
+def require_root(context: Context) -> None:
+    """Refuse early, with the line to type.
+
+    Raises:
+        PrivilegeError: the running system can only be changed by root.
+    """
+    if context.host.is_live and os.geteuid() != 0:
+        line = shlex.join(["sudo", "gpuguard", *sys.argv[1:]])
+        raise PrivilegeError("changing modules of the running system needs root", hint=line)
+
+
+@contextmanager
+def changing(context: Context, lock_timeout: float) -> Iterator[None]:
+    """Hold the lock, and finish what an earlier run left behind.
+
+    Raises:
+        PrivilegeError, LockHeldError, StateError, RollbackError: see there.
+    """
+    require_root(context)
+    with exclusive(context.host, lock_timeout):
+        recovered = recover(context.host)
+        if recovered is not None and not context.json:
+            typer.echo(recovery_line(recovered), err=True)
+        yield
+
+
+def recovery_line(recovered: Recovery) -> str:
+    """What the start found: one sentence."""
+    what = f"the {recovered.verb} of {recovered.release} started {recovered.started}"
+    if recovered.outcome == "new state":
+        return f"gpuguard: {what} had been completed before it was killed; cleaned up after it"
+    return f"gpuguard: {what} was interrupted; everything is as it was before it"
+
+
+def pending_note(context: Context) -> str | None:
+    """For verbs that only look: say that an interrupted change waits for its clean-up."""
+    try:
+        state = Journal(context.host).read()
+    except PermissionError:
+        return None
+    if state is None:
+        return None
+    return (
+        f"an interrupted {state.verb} of {state.release} is recorded in {STATE_DIR}; "
+        "the next gpuguard rebuild or rollback puts the old state back first"
+    )

@@ -1,0 +1,37 @@
+"""``gpuguard status``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gpuguard.cli.context import Context
+from gpuguard.cli.render import status_text
+from gpuguard.config_file import read_config
+from gpuguard.core.document import status_document
+from gpuguard.core.findings import Verdict
+from gpuguard.verbs.inspect import judge, policy_of
+
+_EXIT_STATUS = {Verdict.OK: 0, Verdict.WARNING: 1, Verdict.CRITICAL: 1, Verdict.UNKNOWN: 3}
+
+
+def status(
+    ctx: typer.Context,
+    *,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also show every module file.")
+    ] = False,
+) -> None:
+    """Show what each kernel would load, what is loaded, and whether a reboot is safe.
+
+    Needs no root. Exit status: 0 fine, 1 not healthy, 3 could not be determined.
+    """
+    context: Context = ctx.obj
+    config = read_config(context.host, context.config_file)
+    facts, assessment = judge(context.host, config)
+    if context.json:
+        context.print_json(status_document(facts, assessment, policy_of(config)))
+    else:
+        typer.echo(status_text(facts, assessment, verbose=verbose))
+    raise typer.Exit(_EXIT_STATUS[assessment.verdict])
