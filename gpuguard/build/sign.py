@@ -1,0 +1,146 @@
+"""Sign modules with the machine's own key, as DKMS would; its tools and places differ.
+
+Debian: ``sign-file`` of linux-kbuild; Ubuntu: ``kmodsign`` of sbsigntool, or sign-file in the
+headers. DKMS lets a failed signature pass with a warning; here it is an error, because under
+Secure Boot the machine then comes up without its driver.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuguard.build.records import Blocker
+from gpuguard.config import SigningConfig
+from gpuguard.core.facts import KernelFacts, SecureBootFacts, SecureBootState
+from gpuguard.errors import BuildError, CommandError
+from gpuguard.host import Host
+from gpuguard.host.elf import read_module
+from gpuguard.host.files import writable_by_others
+
+_TIMEOUT = 60.0
+_ENROL = (
+    "DKMS makes one at its first build (Debian: /var/lib/dkms/mok.key, Ubuntu: "
+    "/var/lib/shim-signed/mok/MOK.priv); or set signing.key and signing.certificate"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """A tool and what to call it with; paths are this process's."""
+
+    tool: str
+    algorithm: str
+    key: str
+    certificate: str
+
+    def sign(self, host: Host, file: Path) -> None:
+        """Append a signature and make sure that it is there.
+
+        Raises:
+            BuildError: ``signing-failed``.
+        """
+        try:
+            host.run(self.tool, self.algorithm, self.key, self.certificate, str(file),
+                     timeout=_TIMEOUT)  # fmt: skip
+        except CommandError as error:
+            raise BuildError(
+                f"signing {file.name} failed: {error.message}",
+                hint="check that the key and the certificate belong together (signing.key, "
+                "signing.certificate)",
+                code="signing-failed",
+                detail=error.detail,
+            ) from error
+        with file.open("rb") as signed:
+            if not read_module(signed).signed:
+                raise BuildError(
+                    f"{self.tool} left {file.name} without a signature", code="signing-failed"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class SigningPlan:
+    """How modules of one kernel will be signed; ``signer`` None: not, and ``reason`` why."""
+
+    signer: Signer | None = None
+    reason: str = ""
+    blocker: Blocker | None = None
+
+
+def plan(
+    host: Host, config: SigningConfig, kernel: KernelFacts, secure_boot: SecureBootFacts
+) -> SigningPlan:
+    """Decide whether and how to sign; reads only."""
+    required = config.mode == "always" or secure_boot.state is SecureBootState.ON
+    if config.mode == "never":
+        return _unsigned("signing.mode is never", secure_boot.state is SecureBootState.ON)
+    if not required and not kernel.headers.module_signing:
+        return SigningPlan(reason="the kernel has no module signatures")
+    pair = _key_pair(host, config, secure_boot)
+    if isinstance(pair, str):
+        return _unsigned(pair, required)
+    tool = _tool(host, kernel)
+    if tool is None:
+        return _without_tool(kernel, required)
+    return SigningPlan(Signer(tool, kernel.headers.signature_hash, *pair))
+
+
+def _unsigned(reason: str, required: bool) -> SigningPlan:  # noqa: FBT001 - one word, two callers
+    if not required:
+        return SigningPlan(reason=reason)
+    return SigningPlan(
+        blocker=Blocker(
+            code="signing-key-missing",
+            message=f"modules must be signed here, and {reason}",
+            hint=_ENROL,
+        )
+    )
+
+
+def _without_tool(kernel: KernelFacts, required: bool) -> SigningPlan:  # noqa: FBT001 - as above
+    reason = f"no tool to sign modules of {kernel.release}"
+    if not required:
+        return SigningPlan(reason=reason)
+    return SigningPlan(
+        blocker=Blocker(
+            code="signing-tool-missing",
+            message=f"modules must be signed here, and there is {reason}",
+            hint="Debian: install linux-kbuild of this kernel; Ubuntu: install sbsigntool",
+        )
+    )
+
+
+def _key_pair(
+    host: Host, config: SigningConfig, secure_boot: SecureBootFacts
+) -> tuple[str, str] | str:
+    key = config.key or secure_boot.key
+    certificate = config.certificate or secure_boot.certificate
+    if key is None or certificate is None:
+        return "there is no key and certificate"
+    found = []
+    for path in (key, certificate):
+        if path.startswith("pkcs11:"):  # a token's URI; sign-file(1) takes it as it is
+            found.append(path)
+        elif host.path(path).is_file():
+            found.append(str(host.path(path)))
+        else:
+            return f"{path} is not there"
+    return found[0], found[1]
+
+
+def _tool(host: Host, kernel: KernelFacts) -> str | None:
+    version = re.match(r"\d+\.\d+", kernel.release)
+    places = [f"/usr/lib/linux-kbuild-{version[0]}/scripts/sign-file"] if version else []
+    if kernel.headers.build_dir is not None:
+        places.append(f"{kernel.headers.build_dir}/scripts/sign-file")
+    for place in places:
+        path = host.path(place)
+        if os.access(path, os.X_OK) and path.is_file() and _is_trusted(path):
+            return str(path)
+    return "kmodsign" if host.has_program("kmodsign") else None
+
+
+def _is_trusted(tool: Path) -> bool:
+    return os.geteuid() != 0 or writable_by_others(tool) is None
