@@ -6,6 +6,7 @@ Form: the output of grub-mkconfig 2.06 on Debian 12, without what draws the scre
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 
 from gpuguard.core.releases import release_key
@@ -142,8 +143,9 @@ def _distribution(root: Path) -> str:
 
 def _link_newest(root: Path, releases: list[str]) -> None:
     """``/vmlinuz`` to the newest kernel and ``/vmlinuz.old`` to the one before; likewise initrd."""
-    for suffix, release in zip(("", ".old"), releases[::-1], strict=False):
+    for suffix, release in zip_longest(("", ".old"), releases[:-3:-1]):
         for name in ("vmlinuz", "initrd.img"):
             link = root / f"{name}{suffix}"
             link.unlink(missing_ok=True)
-            link.symlink_to(f"boot/{name}-{release}")
+            if release is not None:
+                link.symlink_to(f"boot/{name}-{release}")

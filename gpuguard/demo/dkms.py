@@ -2,7 +2,7 @@
 
 Every tree has its own DKMS database, source and module folders, signing key and lock, so
 nothing of the live machine is written. What dkms reads of it all the same: /etc/dkms (a
-``nvidia.conf`` there is refused, see ``_refuse_overrides``) and /etc/os-release. It decides
+``nvidia.conf`` there is refused, see ``refuse_overrides``) and /etc/os-release. It decides
 about compression by the *live* /lib/modules, so modules in a tree come out plain.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from gpuguard.demo.headers import header_paths
 from gpuguard.demo.kernels import run_depmod
 from gpuguard.demo.source import CORE_OBJECTS, VERSION, build_core, copy_standin
-from gpuguard.errors import PreflightError
+from gpuguard.errors import CommandError, CommandNotFoundError, PreflightError
 from gpuguard.host import Completed, LocalHost
 
 PACKAGE = "nvidia"
@@ -134,7 +134,7 @@ def _tree_options(root: Path) -> tuple[str, ...]:
 
 
 def _dkms(root: Path, action: str, *arguments: str, release: str | None = None) -> Completed:
-    _refuse_overrides()
+    refuse_overrides()
     for folder in ("var/lib/dkms", "tmp"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     # dkms insists on root, though a tree that belongs to the user needs none
@@ -143,12 +143,27 @@ def _dkms(root: Path, action: str, *arguments: str, release: str | None = None) 
     if release is not None:
         headers = root / "usr/src" / f"linux-headers-{release}"
         kernel = ("-k", release, "--kernelsourcedir", str(headers))
-    return LocalHost().run(
-        *as_root, "dkms", action, *arguments, *kernel, *_tree_options(root),
-        "--no-depmod",  # it would run for the live machine; run_depmod() follows
-        env={"TMPDIR": str(root / "tmp"), **_signing(root, release)},
-        timeout=_BUILD_SECONDS,
-    )  # fmt: skip
+    try:
+        return LocalHost().run(
+            *as_root, "dkms", action, *arguments, *kernel, *_tree_options(root),
+            "--no-depmod",  # it would run for the live machine; run_depmod() follows
+            env={"TMPDIR": str(root / "tmp"), **_signing(root, release)},
+            timeout=_BUILD_SECONDS,
+        )  # fmt: skip
+    except CommandNotFoundError:
+        raise
+    except CommandError as error:
+        error.detail += _log_tail(root)
+        raise
+
+
+def _log_tail(root: Path, lines: int = 25) -> str:
+    """The end of the newest make.log, which dkms only names."""
+    logs = (root / "var/lib/dkms").rglob("make.log")
+    newest = max(logs, key=lambda log: log.stat().st_mtime, default=None)
+    if newest is None:
+        return ""
+    return "\n".join(["", *newest.read_text(errors="replace").splitlines()[-lines:]])
 
 
 def _signing(root: Path, release: str | None) -> dict[str, str]:
@@ -171,7 +186,7 @@ def _signing(root: Path, release: str | None) -> dict[str, str]:
     return settings | directives
 
 
-def _refuse_overrides(folder: Path = Path("/etc/dkms")) -> None:
+def refuse_overrides(folder: Path = Path("/etc/dkms")) -> None:
     """Stop where the live machine changes how dkms treats a package of this name.
 
     dkms sources ``/etc/dkms/nvidia*.conf`` whatever tree it works on, and hooks named there

@@ -63,8 +63,7 @@ def install_headers(root: Path, release: str, headers: Path) -> None:
     """Put a kernel's headers into the tree, hard-linked to the cache where that can be."""
     for path in header_paths(headers, release):
         link_tree(headers / path, root / path)
-    for name in _NEVER_LINKED:
-        _unshare(root / "usr/src" / f"linux-headers-{release}" / name)
+    unshare_headers(root)
     modules = root / "lib" / "modules" / release
     modules.mkdir(parents=True, exist_ok=True)
     for name in ("build", "source"):
@@ -92,11 +91,14 @@ def link_tree(source: Path, target: Path) -> None:
         LocalHost().run("cp", "-a", str(source), str(target), timeout=600)
 
 
-def _unshare(file: Path) -> None:
-    if file.exists():
-        content = file.read_bytes()
-        file.unlink()
-        file.write_bytes(content)
+def unshare_headers(root: Path) -> None:
+    """Make copies of the few header files that may be edited in place; the rest stays linked."""
+    for name in _NEVER_LINKED:
+        for file in (root / "usr/src").glob(f"linux-headers-*/{name}"):
+            if file.stat().st_nlink > 1:
+                content = file.read_bytes()
+                file.unlink()
+                file.write_bytes(content)
 
 
 def _install_image(root: Path, release: str, headers: Path) -> None:

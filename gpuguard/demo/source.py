@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+from gpuguard.demo.headers import source_dir
 from gpuguard.host import LocalHost
 
 #: The stand-in for NVIDIA's open module source; read only, copy it to build.
@@ -42,3 +43,35 @@ def build_core(source: Path, *, compiler: str = "gcc") -> None:
             f"CC={compiler}", "TARGET_OS=Linux", "TARGET_ARCH=x86_64",
             timeout=120,
         )  # fmt: skip
+
+
+def apply_patch(source: Path, patch: Path = P2P_PATCH) -> None:
+    """Apply a patch to a copy; it must fit without fuzz."""
+    # --forward: with --batch, patch would take out one that is in already, and exit 0
+    LocalHost().run(
+        "patch", "-p1", "--fuzz=0", "--forward", "-d", str(source), "-i", str(patch), timeout=60
+    )
+
+
+def build_modules(source: Path, headers: Path, release: str) -> Path:
+    """Compile core objects and modules of a copy for one kernel; the folder with the ``.ko``.
+
+    Args:
+        source: a copy of the stand-in, patched or not.
+        headers: root below which the kernel's headers lie (a cache, a host tree).
+        release: the kernel.
+    """
+    build_core(source)
+    folder = source / "kernel-open"
+    for module, core in CORE_OBJECTS.items():
+        link = folder / module / f"{Path(core).name}_binary"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"../../{core}")
+    LocalHost().run(
+        "make", "-C", str(folder), f"-j{os.cpu_count() or 1}", "modules",
+        f"SYSSRC={headers / source_dir(headers, release)}",
+        f"SYSOUT={headers / 'usr/src' / f'linux-headers-{release}'}",
+        f"KERNEL_UNAME={release}",
+        timeout=600,
+    )  # fmt: skip
+    return folder
