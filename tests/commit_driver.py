@@ -17,11 +17,18 @@ from pathlib import Path
 from gpuguard.apply.backups import list_backups, take
 from gpuguard.apply.install import NewModule, install_actions, rollback_actions, touched_paths
 from gpuguard.apply.transaction import apply, recover
-from gpuguard.core.facts import BuildRecord, KernelFacts
+from gpuguard.core.facts import (
+    BuildRecord,
+    HeadersFacts,
+    HeadersState,
+    InitramfsFacts,
+    InitramfsState,
+    KernelFacts,
+)
 from gpuguard.host import LocalHost
 from gpuguard.host.cache import FileCache
 from gpuguard.host.files import sha256_file
-from gpuguard.probes.host import probe_kernel
+from gpuguard.probes.modules import probe_modules
 from tests import toys
 
 RELEASE = "6.8.0-90-generic"
@@ -33,12 +40,19 @@ def make_root(root: Path) -> None:
     toys.toy_kernel(root, RELEASE)
     toys.toy_module(root / STRAY[1:], seed="stray")
     toys.stock_modules(root, RELEASE)
+    (root / "var/lib").mkdir(parents=True)
 
 
 def change(root: Path, kind: str, built: Path) -> None:
     """One commit: the first patched modules, newer ones over them, or the way back."""
     host = LocalHost(root)
-    kernel = probe_kernel(host, RELEASE, f"/boot/vmlinuz-{RELEASE}", FileCache(None))
+    kernel = KernelFacts(
+        release=RELEASE,
+        image=f"/boot/vmlinuz-{RELEASE}",
+        modules=probe_modules(host, RELEASE, {}, FileCache(None)),
+        headers=HeadersFacts(state=HeadersState.MISSING),
+        initramfs=InitramfsFacts(state=InitramfsState.NONE),
+    )
     if kind == "rollback":
         backup = list_backups(host, RELEASE)[0]
         apply(
@@ -141,7 +155,7 @@ def main() -> None:
             problems.append(f"{kill_at}: said {found.outcome}, is {end}")
         if recover(LocalHost(root)) is not None:
             problems.append(f"{kill_at}: recovery is not idempotent")
-    print(json.dumps({"operations": operations, "ends": ends, "problems": problems}))
+    print(json.dumps({"operations": operations, "ends": ends, "problems": problems[:10]}))
 
 
 if __name__ == "__main__":

@@ -48,4 +48,13 @@ int fsync(int fd) { step(); return REAL(int, fsync, int)(fd); }
 int fchmod(int fd, mode_t m) { step(); return REAL(int, fchmod, int, mode_t)(fd, m); }
 int chmod(const char *a, mode_t m) { step(); return REAL(int, chmod, const char *, mode_t)(a, m); }
 int utimensat(int d, const char *a, const struct timespec t[2], int f) { step(); return REAL(int, utimensat, int, const char *, const struct timespec *, int)(d, a, t, f); }
-pid_t fork(void) { step(); return REAL(pid_t, fork, void)(); }
+
+/* only the process that was armed is killed, not the programs that it starts */
+pid_t fork(void)
+{
+    step();
+    pid_t child = REAL(pid_t, fork, void)();
+    if (child == 0)
+        armed = -1;
+    return child;
+}
