@@ -42,7 +42,7 @@ def statements(text: str, lookup: Callable[[str], str]) -> Iterator[list[str]]:
             if word is not None:
                 words.append(word)
             word = None
-            if kind == "end" and words:
+            if words and (kind == "end" or words[-1] == "{"):  # the body may be on the same line
                 yield words
                 words = []
         else:
