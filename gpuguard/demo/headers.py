@@ -283,13 +283,24 @@ def _link(link: Path, target: str) -> None:
 def _check_build_tools(root: Path, releases: Sequence[str]) -> None:
     """Kbuild's own programs come unpacked, not installed: nobody has looked at what they need."""
     for release in releases:
-        scripts = (root / "usr/src" / f"linux-headers-{release}" / "scripts").resolve()
-        programs = [scripts / "mod/modpost", scripts.parent / "tools/objtool/objtool"]
-        there = [str(program) for program in programs if program.exists()]
-        printed = LocalHost().run("ldd", *there, timeout=_QUERY_SECONDS, ok=None).stdout
-        if missing := sorted(set(re.findall(r"(\S+) => not found", printed))):
+        headers = root / "usr/src" / f"linux-headers-{release}"
+        if missing := _missing_libraries((headers / "scripts").resolve()):
             raise PreflightError(
                 f"kbuild's programs for {release} need {', '.join(missing)}",
                 hint="install the packages that provide them, e.g. libelf1",
                 code="kbuild-libraries",
             )
+        # Debian's headers carry type information since 6.12, and kbuild then adds it to modules
+        if (headers / "vmlinux").exists() and not LocalHost().has_program("pahole"):
+            raise PreflightError(
+                f"modules for {release} cannot be finished without pahole",
+                hint="apt-get install pahole",
+                code="kbuild-programs",
+            )
+
+
+def _missing_libraries(scripts: Path) -> list[str]:
+    programs = (scripts / "mod/modpost", scripts.parent / "tools/objtool/objtool")
+    there = [str(program) for program in programs if program.exists()]
+    printed = LocalHost().run("ldd", *there, timeout=_QUERY_SECONDS, ok=None).stdout
+    return sorted(set(re.findall(r"(\S+) => not found", printed)))
