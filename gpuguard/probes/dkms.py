@@ -56,7 +56,8 @@ def probe_dkms(host: Host) -> tuple[DkmsEntry, ...]:
         done = host.run("dkms", *trees, "status", timeout=_TIMEOUT)
     except CommandError:
         return read_tree(host)
-    return read_tree(host) if "Error!" in done.stderr else parse_status(done.stdout)
+    entries = () if "Error!" in done.stderr else parse_status(done.stdout)
+    return entries or read_tree(host)  # exit status 0 and no output: also if it may not read
 
 
 def read_tree(host: Host) -> tuple[DkmsEntry, ...]:

@@ -19,6 +19,7 @@ from gpuguard.host.port import Host
 from gpuguard.host.reading import read_bytes, real_path
 from gpuguard.probes.dpkg import Package, read_packages
 
+_UTS_RELEASE_FILE = "include/generated/utsrelease.h"
 #: What kbuild needs for an external module; without modpost or fixdep it cannot even start.
 _NEEDED = (
     "Makefile",
@@ -26,7 +27,7 @@ _NEEDED = (
     "Module.symvers",
     "include/config/auto.conf",
     "include/generated/autoconf.h",
-    "include/generated/utsrelease.h",
+    _UTS_RELEASE_FILE,
     "scripts/basic/fixdep",
     "scripts/mod/modpost",
 )
@@ -116,8 +117,8 @@ def _probe_tree(host: Host, release: str) -> HeadersFacts:
     missing = [name for name in _NEEDED if real_path(host, f"{build_dir}/{name}") is None]
     source_dir, source_problem = _source_dir(host, release, build_dir)
     states = _release_of(host, build_dir)
-    if states not in (None, release):
-        missing.append(f"it is for {states}, not for {release}")
+    if states != release and _UTS_RELEASE_FILE not in missing:
+        missing.append(f"it is for {states or 'no release'}, not for {release}")
     if source_problem:
         missing.append(source_problem)
     config = parse_kernel_config(read_bytes(host, f"{build_dir}/.config") or b"")
@@ -158,7 +159,7 @@ def _source_dir(host: Host, release: str, build_dir: str) -> tuple[str, str]:
 
 
 def _release_of(host: Host, build_dir: str) -> str | None:
-    text = read_bytes(host, f"{build_dir}/include/generated/utsrelease.h") or b""
+    text = read_bytes(host, f"{build_dir}/{_UTS_RELEASE_FILE}") or b""
     match = _UTS_RELEASE.search(text)
     return match[1].decode("utf-8", "replace") if match else None
 
