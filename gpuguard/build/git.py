@@ -70,7 +70,8 @@ class Clone:
             return commit, tree
         if "unknown revision" in answer.stderr:
             return None
-        raise CommandError(f"git{self._who} cannot read {self.git_dir}", detail=answer.stderr)
+        why = answer.stderr.strip().split("\n", 1)[0]
+        raise CommandError(f"git{self._who} cannot read {self.git_dir}: {why}")
 
     def near(self, ref: str, limit: int = 5) -> list[str]:
         """Branches and tags whose names are closest to a ref that does not exist."""

@@ -53,7 +53,11 @@ def probe(host: Host, config: SourceConfig, driver_version: str | None) -> Sourc
     except _Refused as refused:
         return SourceProbe(state, (refused.blocker,))
     except GpuguardError as error:
-        blocker = Blocker(code="source-unreadable", message=error.message, hint=error.hint)
+        blocker = Blocker(
+            code="source-unreadable",
+            message=f"source: {error.message}",
+            hint=error.hint or f"check it by hand: git -C {config.path} fsck",
+        )
         return SourceProbe(state, (blocker,))
     except OSError as error:
         blocker = Blocker(
@@ -94,8 +98,9 @@ def export(host: Host, source: SourceState, staging: Staging, user: BuildUser | 
     else:
         names = staging.root / "source.list"
         names.write_bytes(b"".join(os.fsencode(e.name) + b"\0" for e in products.entries(path)))
-        host.run("tar", "--create", f"--file={archive}", f"--directory={path}", "--null",
-                 "--no-recursion", "--verbatim-files-from", f"--files-from={names}",
+        # --mode: what is read-only for the operator must still be patched and compiled in
+        host.run("tar", "--create", "--mode=u+rwX", f"--file={archive}", f"--directory={path}",
+                 "--null", "--no-recursion", "--verbatim-files-from", f"--files-from={names}",
                  timeout=_EXPORT_TIMEOUT)  # fmt: skip
         names.unlink()
     staging.open_to_all(archive)
