@@ -157,12 +157,8 @@ def test_real_dkms_agrees_with_the_tree(tmp_path: Path) -> None:
     if not host.has_program("dkms"):
         pytest.skip("no dkms here")
     conf = (
-        "PACKAGE_NAME=toy
-PACKAGE_VERSION=1
-BUILT_MODULE_NAME=toy
-"
-        "DEST_MODULE_LOCATION=/updates
-"
+        "PACKAGE_NAME=toy\nPACKAGE_VERSION=1\nBUILT_MODULE_NAME=toy\n"
+        "DEST_MODULE_LOCATION=/updates\n"
     )
     make_tree(tmp_path, {"/usr/src/toy-1/dkms.conf": conf, "/var/lib/dkms": None})
     make_tree(tmp_path, {"/lib/modules": None})
