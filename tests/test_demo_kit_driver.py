@@ -108,6 +108,18 @@ def test_a_failing_dkms_build_shows_the_end_of_its_log(
     assert "pci_get_device_moved" in raised.value.detail
 
 
+def test_dkms_itself_says_that_headers_are_missing(
+    host_tree: HostTree, kernel_headers: HeadersCache
+) -> None:
+    root = host_tree()
+    release = kernel_headers.releases[1]
+    dkms.dkms_remove(root, release)
+    shutil.rmtree(root / "usr/src" / f"linux-headers-{release}")
+    with pytest.raises(CommandError) as raised:
+        dkms.dkms_install(root, release)
+    assert "kernel headers" in raised.value.detail
+
+
 def test_dkms_is_not_run_where_the_machine_overrides_the_package(tmp_path: Path) -> None:
     (tmp_path / "nvidia.conf").touch()
     with pytest.raises(PreflightError, match=r"nvidia\.conf"):

@@ -77,7 +77,9 @@ def get_headers(
     root = default_cache() if cache is None else cache
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root):
-        wanted = tuple(releases) or _choose_cached(root, count) or available_releases()[-count:]
+        wanted = (
+            tuple(releases) or _choose_cached(root, count) or available_releases(count)[-count:]
+        )
         if len(wanted) < (len(releases) or count):
             raise PreflightError(
                 f"apt offers no {count} kernels of one series with headers",
@@ -168,6 +170,8 @@ def _choose_cached(root: Path, count: int) -> tuple[str, ...]:
 
 def _siblings(root: Path, folder: Path) -> Iterator[str]:
     """Top-level folders that the links and the Makefile of one headers folder lead to."""
+    if not folder.is_dir():
+        return
     makefile = folder / "Makefile"
     if makefile.exists() and (match := _INCLUDE.search(makefile.read_text(errors="replace"))):
         yield f"usr/src/{match[1]}"
