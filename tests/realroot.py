@@ -98,7 +98,7 @@ def _sources() -> list[str]:
     places = sorted({tuple(line.split()[:2]) for line in done.stdout.splitlines() if line})
     lines = []
     for uri, release in places:
-        entry = f"[trusted=no] {uri} {release} main contrib non-free non-free-firmware"
+        entry = f"{uri} {release} main contrib non-free non-free-firmware"
         lines += [f"deb {entry}", f"deb-src {entry}"]
     return lines
 
@@ -120,9 +120,11 @@ def make_root(lab: Lab, parts: RealParts, target: Path) -> None:
     work = target.with_name(target.name + ".new")
     shutil.rmtree(work, ignore_errors=True)
     kernels = [f"linux-{kind}-{r}" for r in (parts.old, parts.new) for kind in ("headers", "image")]
-    deb_lines = [line for line in (lab.folder / "parts/lab.list").read_text().splitlines() if line.startswith("deb ")]  # fmt: skip
+    lines = (lab.folder / "parts/lab.list").read_text().splitlines()
+    deb_lines = [line for line in lines if line.startswith("deb ")]
+    included = ",".join((*_BASE_PACKAGES, *kernels))
     subprocess.run(
-        ["mmdebstrap", "-q", "--variant=minbase", f"--include={','.join((*_BASE_PACKAGES, *kernels))}",
+        ["mmdebstrap", "-q", "--variant=minbase", f"--include={included}",
          "--essential-hook=mkdir -p $1/etc/initramfs-tools/conf.d",
          "--essential-hook=echo MODULES=list >$1/etc/initramfs-tools/conf.d/lab",
          suite(), work, *deb_lines],
@@ -167,7 +169,8 @@ def nvidia_source(lab: Lab, target: Path) -> Path:
         work = target.with_name(target.name + ".new")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        subprocess.run(["tar", "-C", work, "--strip-components=1", "--no-same-owner", "-xf", tar], check=True)  # fmt: skip
+        options = ("--strip-components=1", "--no-same-owner")
+        subprocess.run(["tar", "-C", work, *options, "-xf", tar], check=True)
         work.rename(target)
     return target
 
@@ -180,6 +183,20 @@ def install_gpuguard(root: Path) -> None:
         [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--target", target, REPO],
         check=True,
     )
+
+
+@contextmanager
+def working_copy(lower: Path, work: Path) -> Iterator[Path]:
+    """A writable view of a root: an overlay, which costs no copy of its gigabytes."""
+    root, upper, scratch = work / "root", work / "upper", work / "scratch"
+    for folder in (root, upper, scratch):
+        folder.mkdir(parents=True)
+    options = f"lowerdir={lower},upperdir={upper},workdir={scratch}"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, root], check=True)
+    try:
+        yield root
+    finally:
+        subprocess.run(["umount", "-l", root], check=False)
 
 
 @contextmanager
@@ -217,6 +234,8 @@ def chroot(
     return done
 
 
-def gpuguard(root: Path, *argv: str, timeout: float = 3600, check: bool = False) -> subprocess.CompletedProcess[str]:  # fmt: skip
+def gpuguard(
+    root: Path, *argv: str, timeout: float = 3600, check: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run gpuguard inside the root, where it is the live system."""
     return chroot(root, "python3", "-m", "gpuguard", *argv, timeout=timeout, check=check)

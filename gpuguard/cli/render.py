@@ -19,6 +19,7 @@ _VERDICT_COLOUR = {
     Verdict.CRITICAL: typer.colors.RED,
 }
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # what typer.style adds
+_SHOWN_EVIDENCE = 4  # 12 pairs that say the same fill a screen
 _SHORT_ID = 12  # digits of a build-id that tell modules apart on a screen
 
 
@@ -65,7 +66,10 @@ def findings_text(findings: Iterable[Finding]) -> str:
         verdict = Verdict(finding.severity.value)
         head = coloured(finding.severity.upper(), verdict)
         lines = [f"{head} {finding.subject}: {finding.message} [{finding.code}]"]
-        lines += [f"     {key}: {value}" for key, value in finding.evidence.items()]
+        shown = list(finding.evidence.items())
+        lines += [f"     {key}: {value}" for key, value in shown[:_SHOWN_EVIDENCE]]
+        if len(shown) > _SHOWN_EVIDENCE:
+            lines.append(f"     and {len(shown) - _SHOWN_EVIDENCE} more (--json shows all)")
         if finding.remedy:
             lines.append(f"  -> {finding.remedy}")
         blocks.append("\n".join(lines))
