@@ -87,7 +87,9 @@ def _decompress(host: Host, name: str, file: BinaryIO, path: Path, sink: IO[byte
 
     try:
         _write(zstd.chunks(file) if name == "zstd" else _standard_chunks(name, file), sink)
-    except (EOFError, lzma.LZMAError, zlib.error, zstd.ZstdError) as error:
+    except (EOFError, OSError, lzma.LZMAError, zlib.error, zstd.ZstdError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk, not the data; gzip and bz2 use a bare OSError for bad data
         raise ProbeError(f"{path} is not readable {name} data: {error}") from error
 
 
