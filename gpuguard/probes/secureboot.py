@@ -84,9 +84,9 @@ def certificate_der(content: bytes) -> bytes:
 def _state(host: Host) -> SecureBootState:
     try:
         if real_path(host, "/sys/firmware/efi") is None:
-            # A tree without /sys says nothing about its firmware.
-            has_sys = real_path(host, "/sys/firmware") is not None
-            return SecureBootState.NOT_APPLICABLE if has_sys else SecureBootState.UNKNOWN
+            # CASES C32: no EFI, nothing to apply. Nor does a tree without /sys (a mounted
+            # disk, an image) have a firmware of its own.
+            return SecureBootState.NOT_APPLICABLE
         value = read_efivar(host, _SECURE_BOOT)
     except ProbeError:
         return SecureBootState.UNKNOWN
