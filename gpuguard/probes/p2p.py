@@ -145,9 +145,9 @@ def _ask_nvidia_smi(host: Host) -> P2pFacts:
         for index, uuid, name in listed
     )
     uuids = {gpu.index: gpu.uuid for gpu in gpus}
-    in_matrix = {index for pair in read for index in pair}
-    if not gpus or read.keys() != write.keys() or (in_matrix and in_matrix != uuids.keys()):
-        raise ProbeError(f"{len(gpus)} cards are listed, and the P2P matrix has {len(in_matrix)}")
+    expected = set(permutations(uuids, 2))
+    if not gpus or not expected == read.keys() == write.keys():
+        raise ProbeError(f"{len(gpus)} cards are listed, and the P2P matrix has {len(read)} pairs")
     pairs = tuple(
         P2pPair(src=uuids[src], dst=uuids[dst], read=status, write=write[src, dst])
         for (src, dst), status in read.items()
