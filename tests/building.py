@@ -35,6 +35,7 @@ from gpuguard.core.facts import (
 from gpuguard.demo.headers import HeadersCache
 from gpuguard.demo.kernels import install_headers
 from gpuguard.demo.source import P2P_PATCH, VERSION, copy_standin
+from gpuguard.errors import GpuguardError
 from gpuguard.host import LocalHost
 from gpuguard.probes.headers import probe_headers
 
@@ -318,3 +319,46 @@ def as_account(name: str, function: Callable[[], str]) -> str:
         answer = pipe.read()
     os.waitpid(child, 0)
     return answer
+
+
+def look(
+    place: Workplace,
+    config: Config | None = None,
+    kernel: KernelFacts | None = None,
+    version: str | None = VERSION,
+) -> BuildInputs:
+    return place.inputs(config or configured(), kernel or a_kernel(), version)
+
+
+def codes(inputs: BuildInputs) -> list[str]:
+    assert all(blocker.hint and blocker.message for blocker in inputs.blockers)
+    return [blocker.code for blocker in inputs.blockers]
+
+
+class small_disk:  # noqa: N801 - reads like open()
+    """A file system of a given size in place of a folder."""
+
+    def __init__(self, folder: Path, size: str) -> None:
+        self.folder, self.size = folder, size
+
+    def __enter__(self) -> None:
+        options = f"size={self.size},mode=755"
+        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", self.folder]
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["umount", self.folder], check=True)
+
+
+def chown_tree(folder: Path) -> None:
+    subprocess.run(["chown", "-R", f"{OWNER}:{OWNER}", folder], check=True)
+
+
+def refused(place: Workplace, kernel: KernelFacts, **how: object) -> GpuguardError:
+    """The error that a build ends with; nothing else is left of it."""
+    with pytest.raises(GpuguardError) as caught:
+        place.build(kernel, **how)  # type: ignore[arg-type]
+    assert place.staging == []
+    return caught.value
