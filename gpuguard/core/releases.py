@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-_PART = re.compile(r"(\d+)|(\D+)")
+_PART = re.compile(r"(\d+)|(\D+)", re.ASCII)  # other scripts have digits too, dpkg has not
 
 
 def release_key(release: str) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -32,7 +32,7 @@ def release_key(release: str) -> tuple[tuple[tuple[int, ...], int], ...]:
 def _weight(character: str) -> int:
     if character == "~":
         return -1
-    return ord(character) if character.isalpha() else ord(character) + 256
+    return ord(character) if character.isascii() and character.isalpha() else ord(character) + 256
 
 
 def flavour(release: str) -> str:

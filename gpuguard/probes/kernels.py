@@ -18,7 +18,7 @@ from gpuguard.host.reading import list_dir, read_text, real_path
 #: Both, because /lib is a real directory on hosts that are not usr-merged.
 _MODULE_ROOTS = ("/lib/modules", "/usr/lib/modules")
 _IMAGE_PREFIXES = ("vmlinuz-", "vmlinux-")
-_RELEASE = re.compile(r"\d+\.\d+[\w.+~-]*")
+_RELEASE = re.compile(r"\d+\.\d+[\w.+~-]*", re.ASCII)
 #: What package tools and people leave beside an image; none of it is a kernel release.
 _LEFTOVER = re.compile(r"[.](old|bak|orig|dpkg-\w+|efi|signed|tmp|new)$|~$")
 _SUFFIXES = {".ko": "", ".ko.gz": ".gz", ".ko.xz": ".xz", ".ko.zst": ".zst"}

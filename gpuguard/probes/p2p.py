@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import permutations
 
 from gpuguard.core.facts import Gpu, P2pFacts, P2pPair
 from gpuguard.errors import CommandError, CommandTimeoutError, ProbeError
