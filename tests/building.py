@@ -343,8 +343,10 @@ class small_disk:  # noqa: N801 - reads like open()
 
     def __enter__(self) -> None:
         options = f"size={self.size},mode=755"
-        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", self.folder]
-        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", self.folder],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
         if done.returncode != 0:
             pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
 
