@@ -8,7 +8,7 @@ import pytest
 
 from tests import live
 
-pytest_plugins = [name for name in ("tests.kit", "tests.building") if importlib.util.find_spec(name)]
+pytest_plugins = [name for name in ("tests.kit", "tests.building", "tests.box") if importlib.util.find_spec(name)]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

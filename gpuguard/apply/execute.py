@@ -81,7 +81,12 @@ def _check_resolved(action: CheckResolved, host: Host) -> None:
             raise VerifyError(
                 f"modprobe would load {where} as {module.name}, not what was installed",
                 code="not-resolved",
-                hint="another depmod configuration or copy wins; see `gpuguard status`",
+                hint=(
+                    "another depmod configuration or copy wins; see `gpuguard status`"
+                    if module.file
+                    else f"does a file in modprobe.d keep {module.name} from being loaded? "
+                    "then leave it out of build.modules"
+                ),
                 detail=f"expected build-id {expected.build_id}, SHA-256 {expected.sha256}",
             )
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpuguard.core.facts import HostFacts, Identity, KernelFacts, SecureBootState
+from gpuguard.core.facts import (
+    HostFacts,
+    Identity,
+    KernelFacts,
+    ResolvedModule,
+    SecureBootState,
+)
 from gpuguard.core.findings import Finding, Severity, Verdict, verdict_of
 from gpuguard.core.p2p import p2p_findings, p2p_healthy
 from gpuguard.core.policy import Policy
@@ -214,15 +220,23 @@ def _loaded_findings(facts: HostFacts, loaded: str) -> Iterator[Finding]:
 
 def _after_loaded_stock(facts: HostFacts) -> str:
     disk = _running_nvidia(facts)
-    if disk is Identity.PATCHED:
+    if disk is not None and disk.identity is Identity.PATCHED:
         return "the patched modules are installed for this kernel: reboot to load them"
     return "gpuguard rebuild, then reboot"
 
 
-def _running_nvidia(facts: HostFacts) -> Identity | None:
+def _patched_on_disk_is_another(facts: HostFacts, loaded: str) -> bool:
+    """True if a reboot into the running kernel would load a (newer) build of ours instead."""
+    disk = _running_nvidia(facts)
+    if disk is None or disk.identity is not Identity.PATCHED or disk.file is None:
+        return False
+    return loaded in ("stock", "patched") and disk.file.build_id != facts.driver.loaded_build_id
+
+
+def _running_nvidia(facts: HostFacts) -> ResolvedModule | None:
     for kernel in facts.kernels:
         if kernel.release == facts.running:
-            return next((m.identity for m in kernel.modules if m.name == "nvidia"), None)
+            return next((m for m in kernel.modules if m.name == "nvidia"), None)
     return None
 
 
@@ -230,9 +244,9 @@ def _reboot(facts: HostFacts, judged: dict[str, tuple[Obstacle, ...]], loaded: s
     reasons = []
     if facts.running and facts.next.release and facts.running != facts.next.release:
         reasons.append(f"the next boot starts {facts.next.release}, {facts.running} is running")
-    if loaded == "stock" and _running_nvidia(facts) is Identity.PATCHED:
-        reasons.append("patched modules are installed, the loaded one is another")
     driver = facts.driver
+    if _patched_on_disk_is_another(facts, loaded):
+        reasons.append("patched modules are installed, the loaded one is another")
     if driver.loaded and driver.userland and driver.loaded != driver.userland:
         reasons.append(f"userland is {driver.userland}, the loaded module is {driver.loaded}")
     required = bool(reasons)
