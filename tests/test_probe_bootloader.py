@@ -68,6 +68,30 @@ def test_grub_falls_back_to_the_first_entry_as_grub_does(tmp_path: Path, default
     assert "names no entry" in found.reason
 
 
+@pytest.mark.parametrize(
+    ("variables", "release"),
+    [
+        ({}, "6.8.0-90-generic"),
+        ({"next_entry": "0"}, "6.8.0-100-generic"),
+        ({"recordfail": "1"}, "6.8.0-90-generic"),
+        ({"initrdfail": "1", "prev_entry": "gnulinux-simple-5d1f"}, "6.8.0-100-generic"),
+    ],
+)
+def test_grub_in_the_shape_of_ubuntu_with_its_own_boot_partition(
+    tmp_path: Path, variables: dict[str, str], release: str
+) -> None:
+    config = (GOLDEN / "grub-ubuntu-24.04-shape.cfg").read_text()
+    found = probe(
+        tmp_path,
+        {
+            "/boot/grub/grub.cfg": config,
+            "/boot/grub/grubenv": grubenv(**variables),
+            "/boot/grub/gfxblacklist.txt": "v10de*\n",
+        },
+    )
+    assert (found.release, found.source) == (release, "grub")
+
+
 def test_grub_without_grubenv_file(tmp_path: Path) -> None:
     assert probe(tmp_path, {"/boot/grub/grub.cfg": DEBIAN}).release == NEW
 
