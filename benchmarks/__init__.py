@@ -1,0 +1,1 @@
+"""What gpuguard costs, measured: `make bench`. Figures and method go to results.md."""

@@ -1,0 +1,50 @@
+"""Run all benchmarks, or those named: `python -m benchmarks [status] [rebuild] [--repeat N]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks import rebuild, status
+from benchmarks.figures import Figures
+
+RESULTS = Path(__file__).parent / "results.md"
+
+
+def main() -> None:
+    """Measure, print, and write results.md (only when everything was measured)."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("which", nargs="*", help="status, rebuild; default: both")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of the rebuild comparison")
+    chosen = parser.parse_args()
+    which = chosen.which or ["status", "rebuild"]
+    figures = Figures()
+    if "status" in which:
+        status.measure(figures)
+    if "rebuild" in which:
+        rebuild.measure(figures, rounds=chosen.repeat)
+    text = _head() + figures.markdown()
+    print(text)
+    if set(which) == {"status", "rebuild"}:
+        RESULTS.write_text(text)
+    sys.exit(0 if figures.all_reached else 1)
+
+
+def _head() -> str:
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return (
+        "# Benchmark results\n\n"
+        "Written by `make bench`. The machines are noisy: compare ratios within one run, not\n"
+        "seconds between runs. A figure that falls short says so.\n\n"
+        f"- date: {datetime.now(UTC):%Y-%m-%d}\n"
+        f"- machine: {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"load average at the end {load}\n\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
