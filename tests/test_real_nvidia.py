@@ -27,7 +27,8 @@ from tests.toys import snapshot
 pytestmark = pytest.mark.slow
 
 MARKER = "gpuguard test patch of the operating-system-agnostic core"
-PATCHED_FILE = "src/nvidia/src/kernel/gpu/bus/p2p.c"
+PATCHED_FILE = "src/nvidia/arch/nvalloc/unix/src/osinit.c"
+OLD_MESSAGE = "GPU has fallen off the bus."
 MODULES = ("nvidia", "nvidia-uvm", "nvidia-modeset", "nvidia-drm", "nvidia-peermem")
 
 
@@ -114,10 +115,13 @@ def _configure(root: Path, source: Path) -> None:
 
 
 def _make_patch(source: Path) -> str:
-    before = (source / PATCHED_FILE).read_text().splitlines(keepends=True)
-    line = f'const char gpuguard_marker[] __attribute__((used)) = "{MARKER}";\n'
+    """One string of the core object: what nothing refers to would be dropped by the linker."""
+    text = (source / PATCHED_FILE).read_text()
+    assert text.count(f'"{OLD_MESSAGE}"') == 1
+    before = text.splitlines(keepends=True)
+    after = text.replace(f'"{OLD_MESSAGE}"', f'"{MARKER}"').splitlines(keepends=True)
     names = (f"a/{PATCHED_FILE}", f"b/{PATCHED_FILE}")
-    return "".join(difflib.unified_diff(before, [*before, line], *names))
+    return "".join(difflib.unified_diff(before, after, *names))
 
 
 def _build_ids(root: Path, release: str) -> dict[str, str]:
