@@ -76,7 +76,7 @@ def chunks(source: IO[bytes]) -> Iterator[bytes]:
                 if library.ZSTD_isError(expected):
                     raise ZstdError(library.ZSTD_getErrorName(expected).decode())
                 full = out.pos == _CHUNK and expected != 0  # 0: the frame is out, all of it
-                yield room.raw[: out.pos]
+                yield ctypes.string_at(room, out.pos)
         if expected:
             raise ZstdError("truncated")
 

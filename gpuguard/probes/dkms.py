@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 
 from gpuguard.core.facts import DkmsEntry
-from gpuguard.errors import CommandError
+from gpuguard.errors import CommandError, ProbeError
 from gpuguard.host.port import Host
 from gpuguard.host.reading import list_dir, real_path
 
@@ -70,14 +70,16 @@ def read_tree(host: Host) -> tuple[DkmsEntry, ...]:
     Raises:
         ProbeError: the tree is there but cannot be read.
     """
-    entries: list[DkmsEntry] = []
-    for module in list_dir(host, _TREE):
-        top = f"{_TREE}/{module}"
-        for version in _directories(host, top):
-            if version.startswith(("kernel-", "original_module")):
-                continue
-            entries += _of_version(host, module, version)
-    return tuple(entries)
+    try:
+        return tuple(
+            entry
+            for module in list_dir(host, _TREE)
+            for version in _directories(host, f"{_TREE}/{module}")
+            if not version.startswith(("kernel-", "original_module"))
+            for entry in _of_version(host, module, version)
+        )
+    except OSError as error:
+        raise ProbeError(f"{_TREE} cannot be read: {error.strerror}") from error
 
 
 def _parse_line(line: str) -> DkmsEntry | None:

@@ -68,8 +68,8 @@ def probe_headers(
         facts = _probe_tree(host, release)
         if fingerprint and facts.state is HeadersState.PRESENT:
             facts = replace(facts, fingerprint=headers_fingerprint(host, facts))
-    except ProbeError as error:
-        facts = HeadersFacts(state=HeadersState.INCOMPLETE, missing=(error.message,))
+    except (ProbeError, OSError) as error:
+        facts = HeadersFacts(state=HeadersState.INCOMPLETE, missing=(str(error),))
     return replace(facts, package=name, package_version=version)
 
 
