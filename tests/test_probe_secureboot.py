@@ -43,7 +43,7 @@ def pair(paths: tuple[str, str], certificate: bytes = DER) -> Files:
     ("files", "state"),
     [
         ({"/sys/firmware/acpi": None}, SecureBootState.NOT_APPLICABLE),
-        ({}, SecureBootState.UNKNOWN),  # a tree without /sys
+        ({}, SecureBootState.NOT_APPLICABLE),  # a tree without /sys has no firmware
         ({VARS: None}, SecureBootState.UNKNOWN),  # efivarfs is not mounted
         ({f"{VARS}/Boot0000-x": ATTRIBUTES}, SecureBootState.OFF),
         ({SECURE_BOOT: ATTRIBUTES + b"\1"}, SecureBootState.ON),
