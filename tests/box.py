@@ -212,7 +212,10 @@ def _become_program(
 def furnish(root: Path, *releases: str, stock: bool = True) -> Box:
     """Kernels with headers and stock modules; the first one runs, the last one boots next."""
     box = Box(root)
-    for folder in ("etc/depmod.d", "etc/modprobe.d", "sys/firmware", "sys/bus/pci", "var/lib"):
+    for folder in (
+        "etc/depmod.d", "etc/modprobe.d", "sys/firmware", "sys/bus/pci",
+        "var/lib", "var/cache", "var/log",
+    ):  # fmt: skip
         (root / folder).mkdir(parents=True)
     for release in releases:
         toys.toy_kernel(root, release)

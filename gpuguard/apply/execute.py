@@ -16,7 +16,7 @@ from gpuguard.apply.actions import (
 )
 from gpuguard.apply.initramfs import rebuild_initramfs
 from gpuguard.core.facts import InitramfsState, ModuleFile
-from gpuguard.errors import VerifyError
+from gpuguard.errors import CommandError, VerifyError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.host.files import fsync_file, sha256_file
@@ -60,13 +60,24 @@ def run_depmod(release: str, host: Host) -> None:
 
     With another root, ``-C`` is a must: depmod would read the live configuration otherwise.
     ``--pdeathsig``: a depmod that outlives us would write over what recovery restored.
+
+    Raises:
+        VerifyError: it failed.
     """
     options = []
     if not host.is_live:
         options = ["-b", str(host.root), "-C", str(host.make_dir(DEPMOD_DIR))]
-    host.run(
-        "setpriv", "--pdeathsig", "KILL", "depmod", *options, release, timeout=_DEPMOD_TIMEOUT
-    )  # fmt: skip
+    try:
+        host.run(
+            "setpriv", "--pdeathsig", "KILL", "depmod", *options, release, timeout=_DEPMOD_TIMEOUT
+        )  # fmt: skip
+    except CommandError as error:
+        raise VerifyError(
+            f"depmod failed for {release}: {error.message}",
+            code="depmod-failed",
+            hint=f"see what it says by hand: depmod {release}",
+            detail=error.detail,
+        ) from error
     for name in DEPMOD_OUTPUTS:  # depmod itself does not fsync
         fsync_file(host.path(f"{module_tree(release)}/{name}"))
 

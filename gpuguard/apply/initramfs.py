@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 
-from gpuguard.errors import PreflightError
+from gpuguard.errors import CommandError, PreflightError, VerifyError
 from gpuguard.host import Host
 from gpuguard.host.files import fsync_file
 
@@ -61,8 +62,19 @@ def rebuild_initramfs(release: str, path: str, host: Host) -> None:
 
     The tools have no flag for another root, and must run with that root's own
     configuration: the one place where a chroot is the right thing.
+
+    Raises:
+        VerifyError: the tool failed.
     """
     command = initramfs_command(release, path, host)
     enter = () if host.is_live else ("chroot", str(host.root))
-    host.run("setpriv", "--pdeathsig", "KILL", *enter, *command, timeout=_TIMEOUT)
+    try:
+        host.run("setpriv", "--pdeathsig", "KILL", *enter, *command, timeout=_TIMEOUT)
+    except CommandError as error:
+        raise VerifyError(
+            f"{path} could not be rebuilt: {error.message}",
+            code="initramfs-failed",
+            hint=f"see what it says by hand: {shlex.join(command)}",
+            detail=error.detail,
+        ) from error
     fsync_file(host.path(path))

@@ -89,7 +89,7 @@ def resolve_paths(host: Host, release: str) -> dict[str, str | None]:
     Raises:
         ProbeError: modprobe itself could not be asked.
     """
-    found = {name: None for name in MODULE_NAMES} | _ask_modprobe(host, release, MODULE_NAMES)
+    found = dict.fromkeys(MODULE_NAMES) | _ask_modprobe(host, release, MODULE_NAMES)
     if missing := [name for name in MODULE_NAMES if found[name] is None]:
         # No alias leads there; on Debian the PCI aliases of the file itself do.
         bases = {base_name(Path(p).name) for p in competing_files(host, release)}
@@ -121,7 +121,8 @@ def _show_depends(
         options += ["-d", str(host.root)]
         dirs = [host.path(directory) for directory in _MODPROBE_DIRS]
         # kmod takes an absent directory for no configuration, but no -C at all for the live one
-        options += [arg for path in dirs if path.is_dir() or path == dirs[0] for arg in ("-C", str(path))]
+        used = [path for path in dirs if path.is_dir() or path == dirs[0]]
+        options += [word for path in used for word in ("-C", str(path))]
     if ignore_install:
         options.append("-i")
     done = host.run(
@@ -146,7 +147,8 @@ def competing_files(host: Host, release: str) -> list[str]:
     found = []
     for folder, dirs, files in os.walk(top):
         dirs[:] = [d for d in dirs if not (folder == str(top) and d in ("build", "source"))]
-        found += [os.path.join(folder, f) for f in files if f.startswith("nvidia") and _FILE_NAME.match(f)]  # noqa: PTH118 - 4,000 files a kernel
+        names = (name for name in files if name.startswith("nvidia") and _FILE_NAME.match(name))
+        found += [f"{folder}/{name}" for name in names]  # no Path: 4,000 files a kernel
     return sorted(host.inside(Path(path)) for path in found)
 
 
@@ -205,7 +207,9 @@ def probe_modules(
     files = [read_module_file(host, path, cache) for path in competing_files(host, release)]
     by_path = {file.path: file for file in files}
     winners = resolve_paths(host, release) if files else dict.fromkeys(MODULE_NAMES)
-    return tuple(_resolved(host, name, winners[name], by_path, ours, cache) for name in MODULE_NAMES)
+    return tuple(
+        _resolved(host, name, winners[name], by_path, ours, cache) for name in MODULE_NAMES
+    )
 
 
 def _resolved(

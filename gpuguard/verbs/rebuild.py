@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpuguard.apply.actions import RemoveFile
 from gpuguard.apply.backups import prune, take
@@ -29,7 +30,7 @@ from gpuguard.core.stray import stray_backups
 from gpuguard.errors import BuildError, GpuguardError, PatchRejectedError, PreflightError
 from gpuguard.host import Host
 from gpuguard.records import forget_failure, record_files, write_failure
-from gpuguard.state import BACKUPS_DIR, module_tree
+from gpuguard.state import BACKUPS_DIR, DEPMOD_DIR, module_tree
 from gpuguard.verbs.clock import now
 from gpuguard.verbs.inspect import Planned
 
@@ -94,6 +95,8 @@ def _rebuild(
 ) -> Outcome:
     if step.blockers:
         raise _blocked(step)
+    _check_writable(host, kernel)
+    _check_initramfs(host, kernel)  # before minutes of compiling, and again after them
     inputs = planned.inputs[step.release]
     try:
         with build_modules(
@@ -228,6 +231,24 @@ def _kernel(facts: HostFacts, release: str) -> KernelFacts:
     return next(kernel for kernel in facts.kernels if kernel.release == release)
 
 
+def _check_writable(host: Host, kernel: KernelFacts) -> None:
+    for place in (module_tree(kernel.release), DEPMOD_DIR, BACKUPS_DIR):
+        real = _existing(host, place)
+        if not os.access(real, os.W_OK):
+            raise PreflightError(
+                f"{kernel.release}: {host.inside(real)} cannot be written",
+                code="read-only",
+                hint="is its file system mounted read-only? mount -o remount,rw, then try again",
+            )
+
+
+def _existing(host: Host, place: str) -> Path:
+    real = host.path(place)
+    while not real.exists():
+        real = real.parent
+    return real
+
+
 def _check_initramfs(host: Host, kernel: KernelFacts) -> None:
     if initramfs_actions(kernel) and kernel.initramfs.path is not None:
         check_initramfs_possible(kernel.release, kernel.initramfs.path, host)
@@ -245,10 +266,7 @@ def _check_room(host: Host, kernel: KernelFacts, result: BuildResult) -> None:
         else 0
     )
     for place, needed in ((module_tree(kernel.release), new), (BACKUPS_DIR, old + initramfs)):
-        real = host.path(place)
-        while not real.exists():
-            real = real.parent
-        free = shutil.disk_usage(real).free
+        free = shutil.disk_usage(_existing(host, place)).free
         if free < needed * 1.1 + (1 << 20):
             raise PreflightError(
                 f"{kernel.release}: {needed >> 20} MiB needed in {place}, {free >> 20} MiB free",
