@@ -52,6 +52,8 @@ def status_text(facts: HostFacts, assessment: Assessment, *, verbose: bool) -> s
         parts.append(table(rows))
     if verbose:
         parts += [_modules_text(kernel) for kernel in facts.kernels if kernel.image]
+        if facts.dkms:
+            parts.append(_dkms_text(facts))
     parts.append(table(list(_summary_rows(facts, assessment))))
     if assessment.findings:
         parts.append(findings_text(assessment.findings))
@@ -123,6 +125,15 @@ def _modules_text(kernel: KernelFacts) -> str:
         )
         rows += [["", "competes", (o.build_id or "-")[:_SHORT_ID], o.version or "-", o.path]
                  for o in module.others]  # fmt: skip
+    return table(rows)
+
+
+def _dkms_text(facts: HostFacts) -> str:
+    """DKMS's own words; with ours in place its "Diff" remark is the good state."""
+    rows = [["DKMS says", "kernel", "state"]]
+    for entry in facts.dkms:
+        state = f"{entry.state} ({entry.remark})" if entry.remark else entry.state
+        rows.append([f"{entry.module}/{entry.version}", entry.release or "-", state])
     return table(rows)
 
 

@@ -20,7 +20,8 @@ def status(
     ctx: typer.Context,
     *,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also show every module file.")
+        bool,
+        typer.Option("--verbose", "-v", help="Also show every module file, and what DKMS says."),
     ] = False,
 ) -> None:
     """Show what each kernel would load, what is loaded, and whether a reboot is safe.
@@ -29,7 +30,7 @@ def status(
     """
     context: Context = ctx.obj
     config = read_config(context.host, context.config_file)
-    facts, assessment = judge(context.host, config)
+    facts, assessment = judge(context.host, config, with_dkms=verbose or context.json)
     if context.json:
         context.print_json(status_document(facts, assessment, policy_of(config)))
     else:

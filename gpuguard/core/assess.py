@@ -86,6 +86,14 @@ def _host_findings(facts: HostFacts) -> Iterator[Finding]:
             remedy="is this the root of a host? point --root at it",
         )
         return
+    if facts.interrupted is not None:
+        yield Finding(
+            code="change-interrupted",
+            severity=Severity.CRITICAL,
+            subject="gpuguard",
+            message=f"{facts.interrupted} was interrupted and has not been cleaned up after",
+            remedy="do not reboot; gpuguard rebuild (or rollback) puts the old state back first",
+        )
     if facts.next.release is None:
         yield Finding(
             code="next-kernel-unknown",

@@ -47,6 +47,16 @@ def status_document(facts: HostFacts, assessment: Assessment, policy: Policy) ->
             "certificate": facts.secure_boot.certificate,
             "enrolled": facts.secure_boot.enrolled,
         },
+        "dkms": [
+            {
+                "module": entry.module,
+                "version": entry.version,
+                "release": entry.release,
+                "state": entry.state,
+                "remark": entry.remark,
+            }
+            for entry in facts.dkms
+        ],
         "p2p": _p2p(facts.p2p, assessment.p2p_healthy, expected_gpus(facts, policy)),
         "holds": {"held": list(facts.held), "missing": [], "ineffective": [], "foreign": []},
         "reboot": {

@@ -253,3 +253,4 @@ class HostFacts:
     p2p: P2pFacts = field(default_factory=P2pFacts)
     pci_gpus: tuple[str, ...] = ()  # PCI bus ids of NVIDIA display devices
     held: tuple[str, ...] = ()
+    interrupted: str | None = None  # a change that was killed and not yet cleaned up after

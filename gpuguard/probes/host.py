@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpuguard.core.facts import (
+    DkmsEntry,
     HeadersFacts,
     HeadersState,
     HostFacts,
@@ -16,6 +17,7 @@ from gpuguard.errors import GpuguardError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.probes.bootloader import probe_next_kernel
+from gpuguard.probes.dkms import probe_dkms
 from gpuguard.probes.driver import probe_driver
 from gpuguard.probes.headers import probe_headers
 from gpuguard.probes.initramfs import probe_initramfs
@@ -33,6 +35,7 @@ def probe_host(
     signing_key: str | None = None,
     signing_certificate: str | None = None,
     with_p2p: bool = True,
+    with_dkms: bool = False,
 ) -> HostFacts:
     """Look at everything that ``status`` and ``plan`` decide on.
 
@@ -49,6 +52,7 @@ def probe_host(
         secure_boot=_secure_boot(host, signing_key, signing_certificate),
         p2p=probe_p2p(host) if with_p2p else P2pFacts(problem="not asked"),
         pci_gpus=probe_pci_gpus(host),
+        dkms=_dkms(host) if with_dkms else (),
     )
 
 
@@ -91,6 +95,15 @@ def _initramfs(
     if problem is not None:
         return InitramfsFacts(state=InitramfsState.UNKNOWN, reason=problem)
     return probe_initramfs(host, release, resolved, cache)
+
+
+def _dkms(host: Host) -> tuple[DkmsEntry, ...]:
+    """What dkms says of NVIDIA modules; 0.3 s and more, so only for those who show it."""
+    try:
+        entries = probe_dkms(host)
+    except GpuguardError:
+        return ()  # shown only beside the files themselves, which decide
+    return tuple(entry for entry in entries if entry.module.startswith("nvidia"))
 
 
 def _secure_boot(host: Host, key: str | None, certificate: str | None) -> SecureBootFacts:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpuguard.build.inputs import BuildInputs, probe_inputs
+from gpuguard.apply.journal import Journal
+from gpuguard.build.inputs import BuildInputs, InputsProbe
 from gpuguard.config import Config
 from gpuguard.core.assess import Assessment, assess
 from gpuguard.core.facts import HostFacts
 from gpuguard.core.plan import Plan, Request, plan
 from gpuguard.core.policy import Policy
-from gpuguard.errors import UsageError
+from gpuguard.errors import StateError, UsageError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache, cache_file
 from gpuguard.probes.host import probe_host
@@ -34,7 +35,9 @@ def policy_of(config: Config | None) -> Policy:
     return Policy(ignored_kernels=config.kernels.ignore, expected_gpus=config.p2p.expected_gpus)
 
 
-def look(host: Host, config: Config | None, *, with_p2p: bool = True) -> HostFacts:
+def look(
+    host: Host, config: Config | None, *, with_p2p: bool = True, with_dkms: bool = False
+) -> HostFacts:
     """Probe the host, remembering files that have not changed."""
     file = cache_file(host.path(MODULE_CACHE_FILE))
     cache = FileCache(file)
@@ -45,14 +48,25 @@ def look(host: Host, config: Config | None, *, with_p2p: bool = True) -> HostFac
         signing_key=signing.key if signing else None,
         signing_certificate=signing.certificate if signing else None,
         with_p2p=with_p2p,
+        with_dkms=with_dkms,
     )
     cache.save()
-    return facts
+    return replace(facts, interrupted=_interrupted(host))
 
 
-def judge(host: Host, config: Config | None) -> tuple[HostFacts, Assessment]:
+def _interrupted(host: Host) -> str | None:
+    try:
+        state = Journal(host).read()
+    except StateError as error:
+        return f"a change ({error.message})"
+    return None if state is None else f"the {state.verb} of {state.release}"
+
+
+def judge(
+    host: Host, config: Config | None, *, with_dkms: bool = False
+) -> tuple[HostFacts, Assessment]:
     """Facts and what is to be thought of them."""
-    facts = look(host, config)
+    facts = look(host, config, with_dkms=with_dkms)
     return facts, assess(facts, policy_of(config))
 
 
@@ -79,7 +93,8 @@ def make_plan(host: Host, config: Config, request: Request) -> Planned:
         if (request.releases is None and policy.looks_after(kernel.release))
         or kernel.release in (request.releases or ())
     ]
-    inputs = {kernel.release: probe_inputs(host, config, kernel, version) for kernel in wanted}
+    probe = InputsProbe(host, config, version, facts.secure_boot)
+    inputs = {kernel.release: probe.for_kernel(kernel) for kernel in wanted}
     decided = plan(facts, policy, request, inputs, recorded=recorded_releases(host))
     return Planned(facts=facts, plan=decided, inputs=inputs)
 
