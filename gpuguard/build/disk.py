@@ -14,8 +14,8 @@ from gpuguard.host import Host
 from gpuguard.state import STAGING_DIR, module_tree
 
 _MIB = 1 << 20
-#: Multiples of the source's size (535.261.03: 81 MB), estimated on the generous side: the export and
-#: its tar, objects of the kernel part with debug information, and of the core when it is built.
+#: Multiples of the source's size (535.261.03: 81 MB), estimated on the generous side: the export
+#: and its tar, objects of the kernel part with debug information, the core when it is built.
 _EXPORTED, _COMPILED, _CORE, _MODULES = 2.0, 1.5, 1.5, 0.3
 _BASE = 16 * _MIB
 

@@ -190,6 +190,14 @@ def _loaded_identity(facts: HostFacts) -> str:
 
 def _loaded_findings(facts: HostFacts, loaded: str) -> Iterator[Finding]:
     driver = facts.driver
+    if driver.problem is not None:
+        yield Finding(
+            code="driver-undetermined",
+            severity=Severity.UNKNOWN,
+            subject="driver",
+            message=f"driver versions could not be read: {driver.problem}",
+            remedy="run gpuguard status as root",
+        )
     if driver.flavour == "proprietary":
         yield Finding(
             code="proprietary-driver",

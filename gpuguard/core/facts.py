@@ -175,6 +175,7 @@ class DriverFacts:
     loaded: str | None = None
     loaded_build_id: str | None = None
     flavour: str | None = None  # "open", "proprietary"
+    problem: str | None = None  # why the versions could not be looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

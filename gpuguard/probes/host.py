@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gpuguard.core.facts import (
     DkmsEntry,
+    DriverFacts,
     HeadersFacts,
     HeadersState,
     HostFacts,
@@ -13,11 +16,12 @@ from gpuguard.core.facts import (
     P2pFacts,
     SecureBootFacts,
 )
-from gpuguard.errors import GpuguardError
+from gpuguard.errors import GpuguardError, ProbeError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.probes.bootloader import probe_next_kernel
 from gpuguard.probes.dkms import probe_dkms
+from gpuguard.probes.dpkg import Package, read_packages
 from gpuguard.probes.driver import probe_driver
 from gpuguard.probes.headers import probe_headers
 from gpuguard.probes.initramfs import probe_initramfs
@@ -43,12 +47,13 @@ def probe_host(
         StateError: our own records cannot be read; identities would be guesses.
     """
     releases = probe_releases(host)
+    packages = _packages(host)
     installed = tuple(release for release, image in releases if image is not None)
     return HostFacts(
-        kernels=tuple(probe_kernel(host, release, image, cache) for release, image in releases),
+        kernels=tuple(probe_kernel(host, r, image, cache, packages) for r, image in releases),
         running=probe_running(host),
         next=probe_next_kernel(host, installed),
-        driver=probe_driver(host),
+        driver=_driver(host, packages),
         secure_boot=_secure_boot(host, signing_key, signing_certificate),
         p2p=probe_p2p(host) if with_p2p else P2pFacts(problem="not asked"),
         pci_gpus=probe_pci_gpus(host),
@@ -56,7 +61,13 @@ def probe_host(
     )
 
 
-def probe_kernel(host: Host, release: str, image: str | None, cache: FileCache) -> KernelFacts:
+def probe_kernel(
+    host: Host,
+    release: str,
+    image: str | None,
+    cache: FileCache,
+    packages: Mapping[str, Package] | None = None,
+) -> KernelFacts:
     """One kernel: its modules, headers, initramfs and what we built for it."""
     records = read_records(host, release)
     ours = {build_id: name for record in records for name, build_id in record.build_ids}
@@ -69,7 +80,7 @@ def probe_kernel(host: Host, release: str, image: str | None, cache: FileCache) 
         release=release,
         image=image,
         modules=modules,
-        headers=_headers(host, release),
+        headers=_headers(host, release, packages),
         initramfs=_initramfs(host, release, dict(iter_build_ids(modules)), cache, problem),
         suffix=probe_suffix(host, release),
         records=records,
@@ -78,11 +89,25 @@ def probe_kernel(host: Host, release: str, image: str | None, cache: FileCache) 
     )
 
 
-def _headers(host: Host, release: str) -> HeadersFacts:
+def _headers(host: Host, release: str, packages: Mapping[str, Package] | None) -> HeadersFacts:
     try:
-        return probe_headers(host, release)
-    except OSError as error:
+        return probe_headers(host, release, packages)
+    except (OSError, ProbeError) as error:
         return HeadersFacts(state=HeadersState.INCOMPLETE, missing=(f"readable ({error})",))
+
+
+def _packages(host: Host) -> Mapping[str, Package] | None:
+    try:
+        return read_packages(host)
+    except ProbeError:
+        return None  # versions of headers packages stay unknown; the headers themselves decide
+
+
+def _driver(host: Host, packages: Mapping[str, Package] | None) -> DriverFacts:
+    try:
+        return probe_driver(host, packages)
+    except ProbeError as error:
+        return DriverFacts(problem=error.message)
 
 
 def _initramfs(
