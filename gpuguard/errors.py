@@ -61,9 +61,16 @@ class CommandNotFoundError(CommandError):
 
 
 class CommandTimeoutError(CommandError):
-    """The program gave no result in time and was killed with all its children."""
+    """The program gave no result in time and was killed with all its children.
+
+    ``abandoned``: it cannot be killed (uninterruptible sleep) and still runs.
+    """
 
     code = "command-timeout"
+
+    def __init__(self, message: str, *, abandoned: bool = False) -> None:
+        super().__init__(message)
+        self.abandoned = abandoned
 
 
 class PreflightError(GpuguardError):

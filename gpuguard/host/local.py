@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gpuguard.errors import CommandError, CommandNotFoundError, CommandTimeoutError
 from gpuguard.host.files import fsync_dir, make_dirs, replace_atomically
 from gpuguard.host.paths import resolve_in_root
-from gpuguard.host.port import BuildUser, Completed
+from gpuguard.host.port import BuildUser, Completed, Deadline
 
 if TYPE_CHECKING:
     import sh
@@ -26,6 +26,7 @@ _SBIN = (
     "/sbin",
 )  # depmod and dkms live there; not on a user's PATH
 _GRACE_AFTER_KILL = 5.0  # a child in uninterruptible sleep is abandoned after that
+_LOOK_AGAIN = 0.1
 _ANY_STATUS = list(range(-64, 256))
 
 
@@ -53,7 +54,7 @@ class LocalHost:
     def run(
         self,
         *argv: str,
-        timeout: float,
+        timeout: float | Deadline,
         env: Mapping[str, str] = {},
         ok: Sequence[int] | None = (0,),
         cwd: Path | None = None,
@@ -74,7 +75,8 @@ class LocalHost:
             elif sink is not None:
                 kwargs["_out"] = sink
             child = self._spawn(command, kwargs)
-            self._wait(child, command, timeout)
+            deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout)
+            self._wait(child, command, deadline)
         result = Completed(
             argv,
             int(child.exit_code),
@@ -111,13 +113,14 @@ class LocalHost:
         )
         return child
 
-    def _wait(self, child: sh.RunningCommand, command: tuple[str, ...], timeout: float) -> None:
+    def _wait(self, child: sh.RunningCommand, command: tuple[str, ...], deadline: Deadline) -> None:
         # wait() in a thread: join() returns the moment it is done, and a child that
         # cannot be killed does not take us along. sh's wait(timeout=) loses output.
         waiter = threading.Thread(target=_swallow(child.wait), daemon=True)
         waiter.start()
         try:
-            waiter.join(timeout)
+            while waiter.is_alive() and (left := deadline.left()) > 0:
+                waiter.join(min(left, _LOOK_AGAIN))  # it may have been moved nearer
         except BaseException:  # Ctrl-C, SIGTERM: leave no compiler behind
             _kill_group(child.pid)
             waiter.join(_GRACE_AFTER_KILL)
@@ -126,9 +129,11 @@ class LocalHost:
             return
         _kill_group(child.pid)
         waiter.join(_GRACE_AFTER_KILL)
-        abandoned = ", and it cannot be killed (abandoned)" if waiter.is_alive() else ""
+        abandoned = waiter.is_alive()
+        note = ", and it cannot be killed (abandoned)" if abandoned else ""
         raise CommandTimeoutError(
-            f"{shlex.join(command)}: no result within {timeout:g} s{abandoned}"
+            f"{shlex.join(command)}: no result within {deadline.seconds:g} s{note}",
+            abandoned=abandoned,
         )
 
     def replace_file(self, absolute: str, source: Path | bytes, *, mode: int = 0o644) -> None:

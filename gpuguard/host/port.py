@@ -6,6 +6,7 @@ disk, an image, a test. Paths given to it are absolute paths *inside* the host.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,28 @@ class Completed:
     stderr: str
 
 
+class Deadline:
+    """A moment that can be moved: a program that reports its steps gets time for each."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def seconds(self) -> float:
+        """What was given last."""
+        return self._seconds
+
+    def give(self, seconds: float) -> None:
+        """So much time from now on, whatever was left."""
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until it is over, 0 or less afterwards."""
+        return self._end - time.monotonic()
+
+
 class Host(Protocol):
     """A machine, or a directory tree that stands for one."""
 
@@ -53,7 +76,7 @@ class Host(Protocol):
     def run(
         self,
         *argv: str,
-        timeout: float,
+        timeout: float | Deadline,
         env: Mapping[str, str] = {},
         ok: Sequence[int] | None = (0,),
         cwd: Path | None = None,
@@ -70,7 +93,8 @@ class Host(Protocol):
         Args:
             *argv: program and arguments.
             timeout: seconds; there is no default, a daemon must not hang. On expiry the
-                whole process group is killed, and it is not waited for beyond 5 s.
+                whole process group is killed, and it is not waited for beyond 5 s. A
+                ``Deadline`` may be moved meanwhile, from ``on_line``.
             env: added to the small environment (PATH, HOME, ``LC_ALL=C.UTF-8``).
             ok: exit statuses that mean success; None accepts every one.
             cwd: working directory.
