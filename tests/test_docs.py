@@ -336,6 +336,7 @@ def by_hand(root: Path, script: str, **values: str) -> str:
         script = re.sub(rf"(?m)^{name}=\S+", f"{name}={value}", script)
     script = re.sub(r"(?<![\w./$])/(?=\w+/)", f"{root}/", script)
     assert re.findall(rf"(?<![\w./$])/(?!{str(root)[1:]}/)\w+/\S*", script) == []
+    assert script.count("$path") == script.count("install -D -m 0644")
     (root / "root").mkdir(exist_ok=True)
     tools = root / "shims"
     tools.mkdir(exist_ok=True)
