@@ -156,11 +156,11 @@ class Box:
     def dkms_copy(self, release: str, name: str = "nvidia") -> Path:
         return self.tree(release) / "updates/dkms" / f"{name}.ko"
 
-    def compile_to(self, release: str, *, seed: str = "patched", **how: Any) -> None:
+    def compile_to(self, target: str, *, seed: str = "patched", **how: Any) -> None:
         """What the next "compile" for a release makes."""
         for name in toys.NAMES:
-            given = {"name": name, "release": release, "seed": f"{seed} {name}", **how}
-            toys.toy_module(self.root / BUILT / release / f"{name}.ko", **given)
+            given = {"name": name, "release": target, "seed": f"{seed} {name}", **how}
+            toys.toy_module(self.root / BUILT / target / f"{name}.ko", **given)
 
     def leftovers(self) -> list[str]:
         """Staging folders, temporary files and journals that should be gone."""

@@ -17,7 +17,7 @@ class PutFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveFile:
-    """Remove a file and, if empty then, its folder."""
+    """Remove a file and, if empty then and not a package's, its folder."""
 
     path: str
 

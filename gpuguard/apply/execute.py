@@ -44,7 +44,9 @@ def execute(action: Action, host: Host) -> None:
             host.replace_file(action.path, action.source, mode=action.mode)
         case RemoveFile():
             host.remove_file(action.path)
-            host.remove_empty_dir(str(PurePosixPath(action.path).parent))
+            folder = str(PurePosixPath(action.path).parent)
+            if folder != DEPMOD_DIR:  # kmod's own
+                host.remove_empty_dir(folder)
         case Depmod():
             run_depmod(action.release, host)
         case RebuildInitramfs():

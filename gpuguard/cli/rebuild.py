@@ -65,6 +65,9 @@ def rebuild(
 
     Works for any installed kernel, running or not; by default for every one that is not
     ready. DKMS's own files are left alone. A failure leaves the host exactly as it was.
+
+    Exit status: 0 done, 1 a kernel is not ready and nothing new can be tried for it,
+    65 and above: what failed first.
     """
     if dry_run:
         plan(ctx, kernel=kernel, next_only=next_only, all_kernels=all_kernels, force=force)
@@ -169,7 +172,7 @@ def _step_document(step: Step) -> dict[str, Any]:
         case RefreshInitramfs():
             document["reasons"] = list(step.reasons)
         case Leave():
-            document["reasons"] = [step.reason]
+            document |= {"reasons": [step.reason], "ready": step.is_ready}
         case Forget():
             document["reasons"] = ["the kernel is gone"]
     return document

@@ -68,10 +68,11 @@ class RefreshInitramfs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """Nothing is done for this kernel, and why."""
+    """Nothing is done for this kernel, and why; ``is_ready`` False: nothing would help."""
 
     release: str
     reason: str
+    is_ready: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +122,15 @@ def plan(
         _step(kernel, obstacles(kernel, facts.driver, facts.secure_boot), request, inputs)
         for kernel in kernels
     ]
-    installed = {kernel.release for kernel in facts.kernels if kernel.image is not None}
     if request.releases is None:
-        steps += [Forget(release=release) for release in recorded if release not in installed]
+        steps += [Forget(release=release) for release in recorded if _is_gone(release, facts)]
     return Plan(steps=tuple(steps))
+
+
+def _is_gone(release: str, facts: HostFacts) -> bool:
+    installed = {kernel.release for kernel in facts.kernels if kernel.image is not None}
+    # no image at all: /boot is not mounted, and no kernel went away
+    return bool(installed) and release not in installed and release != facts.running
 
 
 def _is_wanted(kernel: KernelFacts, policy: Policy, request: Request) -> bool:
@@ -147,6 +153,7 @@ def _step(
         return Leave(
             release=kernel.release,
             reason=f"not ready, and new modules would not help: {why}" if why else "ready",
+            is_ready=not why,
         )
     now = inputs.get(kernel.release)
     failure = kernel.failure
@@ -157,6 +164,7 @@ def _step(
                 f"failed before with the same inputs [{failure.code}]: {failure.message}; "
                 "--force tries again"
             ),
+            is_ready=not found,
         )
     return Rebuild(
         release=kernel.release, reasons=reasons, blockers=now.blockers if now is not None else ()

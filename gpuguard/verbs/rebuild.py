@@ -60,8 +60,14 @@ def rebuild(host: Host, config: Config, planned: Planned, progress: Progress) ->
 
 
 def worst_exit_status(outcomes: list[Outcome]) -> int:
-    """Exit status of a whole run: that of the first failure, 0 if there was none."""
-    return next((o.error.exit_status for o in outcomes if o.error is not None), os.EX_OK)
+    """Exit status of a whole run: that of the first failure.
+
+    Without one 0, or 1 if a kernel that was asked for is left not ready: ``rebuild && reboot``
+    must not go on to the reboot.
+    """
+    failed = (o.error.exit_status for o in outcomes if o.error is not None)
+    unready = any(isinstance(o.step, Leave) and not o.step.is_ready for o in outcomes)
+    return next(failed, 1 if unready else os.EX_OK)
 
 
 def is_converged(plan: Plan) -> bool:
