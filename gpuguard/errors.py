@@ -63,7 +63,8 @@ class CommandNotFoundError(CommandError):
 class CommandTimeoutError(CommandError):
     """The program gave no result in time and was killed with all its children.
 
-    ``abandoned``: it cannot be killed (uninterruptible sleep) and still runs.
+    ``abandoned``: it cannot be killed (uninterruptible sleep) and still runs. ``left``: its
+    processes that do, of a run with a ``grace``.
     """
 
     code = "command-timeout"
@@ -71,6 +72,7 @@ class CommandTimeoutError(CommandError):
     def __init__(self, message: str, *, abandoned: bool = False) -> None:
         super().__init__(message)
         self.abandoned = abandoned
+        self.left: tuple[int, ...] = ()
 
 
 class PreflightError(GpuguardError):

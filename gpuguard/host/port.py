@@ -84,6 +84,8 @@ class Host(Protocol):
         stdin: Path | None = None,
         stdout: Path | None = None,
         on_line: Callable[[str], None] | None = None,
+        grace: float | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> Completed:
         """Run argv without a shell, in a small fixed environment, stdin ``/dev/null``.
 
@@ -102,6 +104,10 @@ class Host(Protocol):
             stdin: file to read from.
             stdout: file that receives standard output as bytes; ``Completed.stdout`` is empty.
             on_line: called for each line of stdout and stderr merged; nothing is kept in memory.
+            grace: for programs that may hang: after ``timeout``, seconds to wait for those that
+                were killed. Nothing of such a run is left behind, whatever it forked; who cannot
+                be killed is named in the error's ``left``. Not together with stdin or stdout.
+            pass_fds: descriptors that the program inherits.
 
         Raises:
             CommandNotFoundError: no such program.
