@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +31,7 @@ from gpuguard.demo.kernels import cpio_archive
 from gpuguard.demo.source import P2P_PATCH, copy_standin
 from gpuguard.host.elf import read_module
 from tests import toys
-from tests.building import folder_for_others, gcc_text
+from tests.building import folder_for_others, gcc_text, git
 from tests.trees import make_tree
 
 REPOSITORY = Path(__file__).parents[1]
@@ -325,3 +326,31 @@ def empty_root() -> Iterator[Path]:
 def box(empty_root: Path) -> Box:
     """Two kernels with headers and stock modules; K1 runs, K2 boots next."""
     return furnish(empty_root, K1, K2)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """A folder that not even root can write."""
+    commands = (["mount", "--bind", folder, folder], ["mount", "-o", "remount,ro,bind", folder])
+    mounted = 0
+    try:
+        for command in commands:
+            done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+            mounted = 1
+        yield
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def make_clone(box: Box) -> None:
+    """Turn the source into a clone: tag VERSION is stock, VERSION-p2p is patched."""
+    source = box.root / SOURCE
+    for command in (
+        ("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message=stock"),
+        ("tag", toys.VERSION), ("apply", str(box.root / PATCH)),
+        ("commit", "--quiet", "--all", "--message=p2p"), ("tag", f"{toys.VERSION}-p2p"),
+    ):  # fmt: skip
+        git(source, *command)
