@@ -21,7 +21,7 @@ def main() -> None:
     from gpuguard.cli.app import app
 
     try:
-        app()
+        app(args=_json_first(sys.argv[1:]))
     except GpuguardError as error:
         _report(error, typer.echo)
         sys.exit(error.exit_status)
@@ -36,6 +36,13 @@ def main() -> None:
         # the reader (head, a pager) went away; nothing to say it to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+
+
+def _json_first(argv: list[str]) -> list[str]:
+    """``--json`` may stand anywhere: people type it last, the option belongs first."""
+    if "--json" not in argv:
+        return argv
+    return ["--json", *(word for word in argv if word != "--json")]
 
 
 def _interrupt(signum: int, _frame: FrameType | None) -> None:

@@ -134,34 +134,36 @@ def get_backup(host: Host, backup_id: str) -> Backup:
 
 
 def superfluous(
-    backups: Iterable[Backup], *, keep: int, installed: AbstractSet[str]
+    backups: Iterable[Backup], *, keep: int, gone: AbstractSet[str] = frozenset()
 ) -> tuple[Backup, ...]:
-    """What retention drops: all but the newest ``keep`` of each kernel.
+    """What retention drops: all but the newest ``keep`` of each kernel, all of a gone one.
 
-    Of an installed kernel the newest patched and the newest stock backup always stay,
-    however old: they are the way back.
+    The newest patched and the newest stock backup of a kernel always stay, however old:
+    they are the way back.
     """
     by_release: dict[str, list[Backup]] = defaultdict(list)
     for backup in sorted(backups, key=lambda b: (b.created, b.id), reverse=True):
         by_release[backup.release].append(backup)
     dropped = []
     for release, newest_first in by_release.items():
-        if release in installed:
-            ways_back = {
-                next((b.id for b in newest_first if b.identity == kind), None)
-                for kind in (Identity.PATCHED, Identity.STOCK)
-            }
-            dropped += [b for b in newest_first[keep:] if b.id not in ways_back]
-        else:
-            dropped += newest_first[keep:]
+        ways_back = {
+            next((b.id for b in newest_first if b.identity == kind), None)
+            for kind in (Identity.PATCHED, Identity.STOCK)
+        }
+        kept = newest_first[:keep] if release not in gone else []
+        dropped += [
+            backup
+            for backup in newest_first
+            if backup not in kept and (release in gone or backup.id not in ways_back)
+        ]
     return tuple(dropped)
 
 
-def prune(host: Host, *, keep: int, installed: AbstractSet[str]) -> tuple[Backup, ...]:
+def prune(host: Host, *, keep: int, gone: AbstractSet[str] = frozenset()) -> tuple[Backup, ...]:
     """Drop superfluous backups and contents that nothing refers to; returns the dropped."""
     if Journal(host).read() is not None:
         return ()  # an interrupted change still needs its contents
-    dropped = superfluous(list_backups(host), keep=keep, installed=installed)
+    dropped = superfluous(list_backups(host), keep=keep, gone=gone)
     for backup in dropped:
         host.remove_file(_manifest(backup.id))
     needed: set[str] = set()

@@ -134,7 +134,7 @@ def _unreadable(why: str) -> StateError:
         f"{JOURNAL_FILE} cannot be understood: {why}",
         code="journal-unreadable",
         hint=(
-            "nothing was changed. See README, section Recovery by hand; when the host is as you "
+            "nothing was changed. See gpuguard(1), RECOVERY BY HAND; when the host is as you "
             f"want it, move {JOURNAL_FILE} away"
         ),
     )

@@ -100,7 +100,7 @@ def _unsigned(reason: str, required: bool) -> SigningPlan:  # noqa: FBT001 - one
 
 
 def _without_tool(kernel: KernelFacts, required: bool) -> SigningPlan:  # noqa: FBT001 - as above
-    reason = f"no tool to sign modules of {kernel.release}"
+    reason = f"no tool that root may trust to sign modules of {kernel.release}"
     if not required:
         return SigningPlan(reason=reason)
     return SigningPlan(

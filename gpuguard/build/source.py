@@ -211,7 +211,8 @@ def _resolve(clone: Clone, ref: str, path: str) -> tuple[str, str]:
             "source-ref-missing",
             f"{path} has no tag, branch or commit {ref}",
             (f"near it: {', '.join(near)}; " if near else "")
-            + "fetch in the clone, or change source.ref",
+            + "fetch in the clone, or change source.ref (a branch that was never checked out "
+            "is called origin/NAME in an ordinary clone)",
         )
     return found
 

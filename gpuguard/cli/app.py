@@ -19,6 +19,7 @@ Consumer NVIDIA cards talk to each other directly (P2P) only with a patched buil
 open kernel modules. A kernel update makes DKMS rebuild them without the patch, and nothing
 complains. gpuguard notices before the reboot, rebuilds, and can put everything back.
 
+\b
   gpuguard status              what would the next boot load, and is that right
   gpuguard plan                what a rebuild would do
   gpuguard rebuild             do it

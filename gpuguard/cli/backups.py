@@ -11,6 +11,7 @@ from gpuguard.cli.context import Context
 from gpuguard.cli.render import table
 from gpuguard.cli.session import changing
 from gpuguard.config_file import read_config
+from gpuguard.errors import UsageError
 from gpuguard.verbs.inspect import look
 from gpuguard.verbs.rollback import RollbackPlan, plan_rollback, roll_back
 
@@ -48,6 +49,9 @@ def rollback(
         str | None,
         typer.Option("--kernel", "-k", metavar="RELEASE", help="Default: the next kernel."),
     ] = None,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="The newest backup that holds unpatched modules.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Say what would be put back, and stop.")
     ] = False,
@@ -57,16 +61,17 @@ def rollback(
     A rollback takes a backup first, so it can itself be rolled back.
     """
     context: Context = ctx.obj
+    if stock and backup_id is not None:
+        raise UsageError("give either an ID or --stock")
     config = read_config(context.host, context.config_file)
     if dry_run:
         facts = look(context.host, config, with_p2p=False)
-        _say_plan(context, plan_rollback(context.host, facts, kernel, backup_id))
+        _say_plan(context, plan_rollback(context.host, facts, kernel, backup_id, stock=stock))
         return
     with changing(context, config.lock_timeout_seconds if config else 60.0):
         facts = look(context.host, config, with_p2p=False)
-        plan = plan_rollback(context.host, facts, kernel, backup_id)
-        installed = frozenset(k.release for k in facts.kernels if k.image is not None)
-        before = roll_back(context.host, config, plan, installed)
+        plan = plan_rollback(context.host, facts, kernel, backup_id, stock=stock)
+        before = roll_back(context.host, config, plan)
     if context.json:
         document = _plan_document(plan)
         context.print_json({**document, "backup_before": before})

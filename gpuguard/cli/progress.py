@@ -11,12 +11,17 @@ _MIN_INTERVAL = 0.1  # seconds between redraws
 _WIDTH = 28
 
 
+def worth_saying(estimate_seconds: float | None) -> bool:
+    """True for estimates that do not round to nothing."""
+    return estimate_seconds is not None and estimate_seconds >= 1.0
+
+
 class Lines:
     """Plain lines on stderr, one per step: for the journal, pipes and logs."""
 
     def step(self, name: str, detail: str, estimate_seconds: float | None) -> None:
         """A line per step."""
-        about = f" (about {estimate_seconds:.0f} s)" if estimate_seconds else ""
+        about = f" (about {estimate_seconds:.0f} s)" if worth_saying(estimate_seconds) else ""
         typer.echo(f"gpuguard: {name}: {detail}{about}", err=True)
 
     def tick(self, fraction: float | None, text: str) -> None:
@@ -37,7 +42,7 @@ class Bar:
     def step(self, name: str, detail: str, estimate_seconds: float | None) -> None:
         """Finish the line of the step before, begin a new one."""
         self.close()
-        about = f", about {estimate_seconds:.0f} s" if estimate_seconds else ""
+        about = f", about {estimate_seconds:.0f} s" if worth_saying(estimate_seconds) else ""
         typer.secho(f"  {name:<9}", fg=typer.colors.CYAN, nl=False, err=True)
         typer.echo(f" {detail}{about}", err=True)
         self._step, self._started = name, time.monotonic()

@@ -23,7 +23,10 @@ Kernels = Annotated[
 ]
 Next = Annotated[bool, typer.Option("--next", help="Only the kernel that boots next.")]
 All = Annotated[
-    bool, typer.Option("--all", help="Every installed kernel (the default), also ignored ones.")
+    bool,
+    typer.Option(
+        "--all", help="Every installed kernel, also those that kernels.ignore leaves alone."
+    ),
 ]
 Force = Annotated[
     bool,
@@ -134,13 +137,23 @@ def _show_plan(context: Context, planned: Planned) -> None:
         for step in steps:
             typer.echo(_step_text(step))
         if planned.plan.is_converged:
-            typer.echo("nothing to do")
+            typer.echo(_nothing_to_do(planned))
         if note := pending_note(context):
             typer.echo(f"note: {note}")
     blocked = [s for s in steps if isinstance(s, Rebuild) and s.blockers]
     if blocked:
         raise typer.Exit(blocked[0].blockers[0].exit_status)
-    raise typer.Exit(0 if planned.plan.is_converged else 1)
+    if not any(kernel.image for kernel in planned.facts.kernels):
+        raise typer.Exit(3)
+    raise typer.Exit(0 if planned.plan.is_converged and planned.plan.is_ready else 1)
+
+
+def _nothing_to_do(planned: Planned) -> str:
+    if not any(kernel.image for kernel in planned.facts.kernels):
+        return "no installed kernel was found: an image in /boot and a tree in /lib/modules"
+    if not planned.plan.is_ready:
+        return "not every kernel is ready, and nothing new can be tried"
+    return "nothing to do"
 
 
 def _step_text(step: Step) -> str:

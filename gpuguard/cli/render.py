@@ -153,7 +153,8 @@ def _summary_rows(facts: HostFacts, assessment: Assessment) -> Iterable[list[str
     reboot = assessment.reboot
     safe = coloured("safe", Verdict.OK) if reboot.safe else coloured("NOT safe", Verdict.CRITICAL)
     required = "required" if reboot.required else "not required"
-    yield ["reboot", f"{safe}, {required}" + "".join(f"; {r}" for r in reboot.reasons[:1])]
+    why = reboot.reasons[0].removeprefix("not safe: ") if reboot.reasons else ""
+    yield ["reboot", f"{safe}, {required}" + (f"; {why}" if why else "")]
 
 
 def p2p_line(facts: HostFacts, assessment: Assessment) -> str:

@@ -62,5 +62,5 @@ def pending_note(context: Context) -> str | None:
         return None
     return (
         f"an interrupted {state.verb} of {state.release} is recorded in {STATE_DIR}; "
-        "the next gpuguard rebuild or rollback puts the old state back first"
+        "the next gpuguard rebuild or rollback finishes or undoes it first"
     )

@@ -13,9 +13,11 @@ from gpuguard.core.facts import (
     SecureBootState,
 )
 from gpuguard.core.findings import Finding, Severity, Verdict, verdict_of
+from gpuguard.core.loaded import loaded_identity
 from gpuguard.core.p2p import p2p_findings, p2p_healthy
 from gpuguard.core.policy import Policy
 from gpuguard.core.readiness import Obstacle, obstacles
+from gpuguard.core.remedies import LOOK_AGAIN, after_failure, remedy_of
 from gpuguard.core.stray import stray_findings
 
 
@@ -51,7 +53,7 @@ def assess(facts: HostFacts, policy: Policy) -> Assessment:
         for kernel in facts.kernels
         if kernel.image is not None
     }
-    loaded = _loaded_identity(facts)
+    loaded = loaded_identity(facts.driver, facts.running_records())
     findings = (
         *_host_findings(facts),
         *(f for k in _in_care(facts, policy) for f in _kernel_findings(k, facts, judged)),
@@ -92,7 +94,7 @@ def _host_findings(facts: HostFacts) -> Iterator[Finding]:
             severity=Severity.CRITICAL,
             subject="gpuguard",
             message=f"{facts.interrupted} was interrupted and has not been cleaned up after",
-            remedy="do not reboot; gpuguard rebuild (or rollback) puts the old state back first",
+            remedy="do not reboot; gpuguard rebuild (or rollback) finishes or undoes it first",
         )
     if facts.next.release is None:
         yield Finding(
@@ -100,7 +102,7 @@ def _host_findings(facts: HostFacts) -> Iterator[Finding]:
             severity=Severity.UNKNOWN,
             subject="boot loader",
             message=f"which kernel boots next could not be told: {facts.next.reason}",
-            remedy="run gpuguard status as root, or see whether the boot loader is set up",
+            remedy=LOOK_AGAIN,
         )
     elif all(k.release != facts.next.release or k.image is None for k in facts.kernels):
         yield Finding(
@@ -116,7 +118,7 @@ def _host_findings(facts: HostFacts) -> Iterator[Finding]:
             severity=Severity.UNKNOWN,
             subject="firmware",
             message="whether Secure Boot is on could not be read",
-            remedy="run gpuguard status as root",
+            remedy=LOOK_AGAIN,
         )
 
 
@@ -134,7 +136,7 @@ def _kernel_findings(
             severity=severity,
             subject=kernel.release,
             message=obstacle.message,
-            remedy=_remedy(kernel, obstacle, facts, judged),
+            remedy=remedy_of(kernel, obstacle, facts, judged),
             evidence=obstacle.evidence,
         )
     if kernel.failure is not None and judged[kernel.release]:
@@ -143,49 +145,9 @@ def _kernel_findings(
             severity=Severity.CRITICAL if is_next else Severity.WARNING,
             subject=kernel.release,
             message=f"the last build failed [{kernel.failure.code}]: {kernel.failure.message}",
-            remedy=_keep_booting(kernel.release, judged)
-            or "mend the cause, then: gpuguard rebuild --force --kernel " + kernel.release,
+            remedy=after_failure(kernel, judged),
             evidence={"when": kernel.failure.created},
         )
-
-
-def _remedy(
-    kernel: KernelFacts,
-    obstacle: Obstacle,
-    facts: HostFacts,
-    judged: dict[str, tuple[Obstacle, ...]],
-) -> str:
-    advice = _keep_booting(kernel.release, judged) if kernel.release == facts.next.release else ""
-    if obstacle.code == "secure-boot-key-not-enrolled":
-        return f"mokutil --import {facts.secure_boot.certificate}, then confirm at the next boot"
-    if obstacle.severity is Severity.UNKNOWN:
-        return "run gpuguard status as root; if it stays, see the evidence"
-    if obstacle.rebuildable and kernel.headers.state.value != "present":
-        package = kernel.headers.package or f"linux-headers-{kernel.release}"
-        lacks = f" (lacks {', '.join(kernel.headers.missing)})" if kernel.headers.missing else ""
-        install = f"its headers are {kernel.headers.state.value}{lacks}: apt install {package}"
-        return "; ".join(filter(None, (f"{install}, then gpuguard rebuild", advice)))
-    return "; ".join(filter(None, (f"gpuguard rebuild --kernel {kernel.release}", advice)))
-
-
-def _keep_booting(release: str, judged: dict[str, tuple[Obstacle, ...]]) -> str:
-    ready = [other for other, found in judged.items() if not found and other != release]
-    return f"until then boot {ready[-1]}, which is ready" if ready else ""
-
-
-def _loaded_identity(facts: HostFacts) -> str:
-    if facts.driver.loaded is None and facts.driver.loaded_build_id is None:
-        return "none"
-    if facts.driver.loaded_build_id is None or facts.running is None:
-        return "unknown"
-    ours = {
-        build_id
-        for kernel in facts.kernels
-        if kernel.release == facts.running
-        for record in kernel.records
-        for _, build_id in record.build_ids
-    }
-    return "patched" if facts.driver.loaded_build_id in ours else "stock"
 
 
 def _loaded_findings(facts: HostFacts, loaded: str) -> Iterator[Finding]:
@@ -196,7 +158,7 @@ def _loaded_findings(facts: HostFacts, loaded: str) -> Iterator[Finding]:
             severity=Severity.UNKNOWN,
             subject="driver",
             message=f"driver versions could not be read: {driver.problem}",
-            remedy="run gpuguard status as root",
+            remedy=LOOK_AGAIN,
         )
     if driver.flavour == "proprietary":
         yield Finding(
@@ -267,9 +229,11 @@ def _reboot(facts: HostFacts, judged: dict[str, tuple[Obstacle, ...]], loaded: s
         reasons.append(f"userland is {driver.userland}, the loaded module is {driver.loaded}")
     required = bool(reasons)
     found = judged.get(facts.next.release or "")
-    safe = found == ()
+    return Reboot(required=required, safe=found == (), reasons=(*_not_safe(facts, found), *reasons))
+
+
+def _not_safe(facts: HostFacts, found: tuple[Obstacle, ...] | None) -> Iterator[str]:
     if found is None:
-        reasons.append("not safe: the next kernel is not known")
-    elif not safe:
-        reasons += [f"not safe: {facts.next.release}: {o.message}" for o in found]
-    return Reboot(required=required, safe=safe, reasons=tuple(reasons))
+        yield "not safe: the next kernel is not known"
+    for obstacle in found or ():
+        yield f"not safe: {facts.next.release}: {obstacle.message}"

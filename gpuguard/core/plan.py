@@ -96,6 +96,11 @@ class Plan:
         """True if nothing needs doing."""
         return all(isinstance(step, Leave) for step in self.steps)
 
+    @property
+    def is_ready(self) -> bool:
+        """True if no kernel is left alone although it is not ready."""
+        return all(step.is_ready for step in self.steps if isinstance(step, Leave))
+
 
 def plan(
     facts: HostFacts,
@@ -123,11 +128,12 @@ def plan(
         for kernel in kernels
     ]
     if request.releases is None:
-        steps += [Forget(release=release) for release in recorded if _is_gone(release, facts)]
+        steps += [Forget(release=release) for release in recorded if is_gone(release, facts)]
     return Plan(steps=tuple(steps))
 
 
-def _is_gone(release: str, facts: HostFacts) -> bool:
+def is_gone(release: str, facts: HostFacts) -> bool:
+    """True if a kernel that we know of was removed, image and all."""
     installed = {kernel.release for kernel in facts.kernels if kernel.image is not None}
     # no image at all: /boot is not mounted, and no kernel went away
     return bool(installed) and release not in installed and release != facts.running

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuguard.apply.actions import RemoveFile
-from gpuguard.apply.backups import prune, take
+from gpuguard.apply.backups import list_backups, prune, take
 from gpuguard.apply.initramfs import check_initramfs_possible
 from gpuguard.apply.install import (
     NewModule,
@@ -25,7 +25,7 @@ from gpuguard.build.pipeline import BuildResult, build_modules
 from gpuguard.build.progress import Progress
 from gpuguard.config import Config
 from gpuguard.core.facts import BuildFailure, BuildRecord, HostFacts, KernelFacts
-from gpuguard.core.plan import Forget, Leave, Plan, Rebuild, RefreshInitramfs, Step
+from gpuguard.core.plan import Forget, Leave, Rebuild, RefreshInitramfs, Step, is_gone
 from gpuguard.core.stray import stray_backups
 from gpuguard.errors import BuildError, GpuguardError, PatchRejectedError, PreflightError
 from gpuguard.host import Host
@@ -55,8 +55,9 @@ def rebuild(host: Host, config: Config, planned: Planned, progress: Progress) ->
             yield _carry_out(step, host, config, planned, progress)
         except GpuguardError as error:
             yield Outcome(step=step, error=error)
-    installed = {kernel.release for kernel in planned.facts.kernels if kernel.image is not None}
-    prune(host, keep=config.backups.keep, installed=installed)
+    releases = {backup.release for backup in list_backups(host)}
+    gone = frozenset(release for release in releases if is_gone(release, planned.facts))
+    prune(host, keep=config.backups.keep, gone=gone)
 
 
 def worst_exit_status(outcomes: list[Outcome]) -> int:
@@ -68,11 +69,6 @@ def worst_exit_status(outcomes: list[Outcome]) -> int:
     failed = (o.error.exit_status for o in outcomes if o.error is not None)
     unready = any(isinstance(o.step, Leave) and not o.step.is_ready for o in outcomes)
     return next(failed, 1 if unready else os.EX_OK)
-
-
-def is_converged(plan: Plan) -> bool:
-    """True if no step does anything."""
-    return plan.is_converged
 
 
 def _carry_out(

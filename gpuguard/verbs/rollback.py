@@ -10,7 +10,7 @@ from gpuguard.apply.install import initramfs_actions, rollback_actions, touched_
 from gpuguard.apply.lock import wait_for_package_tools
 from gpuguard.apply.transaction import apply
 from gpuguard.config import Config
-from gpuguard.core.facts import HostFacts, KernelFacts
+from gpuguard.core.facts import HostFacts, Identity, KernelFacts
 from gpuguard.errors import UsageError
 from gpuguard.host import Host
 from gpuguard.verbs.clock import now
@@ -25,9 +25,17 @@ class RollbackPlan:
 
 
 def plan_rollback(
-    host: Host, facts: HostFacts, release: str | None, backup_id: str | None
+    host: Host,
+    facts: HostFacts,
+    release: str | None,
+    backup_id: str | None,
+    *,
+    stock: bool = False,
 ) -> RollbackPlan:
     """Choose the backup: the given one, else the newest of the kernel that differs from now.
+
+    With ``stock`` only backups of unpatched modules count: after two rebuilds the newest
+    that differs is the build before, not what the distribution brought.
 
     Raises:
         UsageError: no such kernel or backup, or the two do not belong together.
@@ -40,13 +48,11 @@ def plan_rollback(
                 code="backup-of-other-kernel",
             )
         return RollbackPlan(kernel=_installed(facts, backup.release), backup=backup)
-    kernel = _installed(facts, release or facts.next.release or facts.running or "")
-    return RollbackPlan(kernel=kernel, backup=_newest_that_differs(host, kernel))
+    kernel = _installed(facts, release or facts.next.release or facts.running)
+    return RollbackPlan(kernel=kernel, backup=_newest_that_differs(host, kernel, stock=stock))
 
 
-def roll_back(
-    host: Host, config: Config | None, plan: RollbackPlan, installed: frozenset[str]
-) -> str:
+def roll_back(host: Host, config: Config | None, plan: RollbackPlan) -> str:
     """Do it; returns the id of the backup taken before, with which this can be undone.
 
     The caller holds the lock and has recovered an interrupted change.
@@ -77,29 +83,37 @@ def roll_back(
         started=created,
         backup=before.id,
     )
-    prune(host, keep=config.backups.keep if config is not None else 5, installed=installed)
+    prune(host, keep=config.backups.keep if config is not None else 5)
     return before.id
 
 
-def _installed(facts: HostFacts, release: str) -> KernelFacts:
+def _installed(facts: HostFacts, release: str | None) -> KernelFacts:
+    if release is None:
+        raise UsageError(
+            f"which kernel boots next could not be told: {facts.next.reason}",
+            code="next-kernel-unknown",
+            hint="name one: --kernel RELEASE",
+        )
     for kernel in facts.kernels:
         if kernel.release == release and kernel.image is not None:
             return kernel
     names = ", ".join(k.release for k in facts.kernels if k.image is not None) or "none"
     raise UsageError(
-        f"kernel {release or '(next)'} is not installed",
+        f"kernel {release} is not installed",
         code="no-such-kernel",
         hint=f"installed: {names}",
     )
 
 
-def _newest_that_differs(host: Host, kernel: KernelFacts) -> Backup:
+def _newest_that_differs(host: Host, kernel: KernelFacts, *, stock: bool) -> Backup:
     current = {(m.name, m.file.build_id) for m in kernel.modules if m.file is not None}
     for backup in reversed(list_backups(host, kernel.release)):
+        if stock and backup.identity != Identity.STOCK.value:
+            continue
         if {(module.name, module.build_id) for module in backup.modules} != current:
             return backup
     raise UsageError(
-        f"no backup of {kernel.release} differs from what is installed now",
+        f"no {'stock ' if stock else ''}backup of {kernel.release} differs from what is there now",
         code="no-such-backup",
         hint="see: gpuguard backups",
     )
