@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from gpuguard.core.expectation import is_bus_id, is_card, normal_card
 from gpuguard.core.facts import MODULE_NAMES
 
 _STRICT = ConfigDict(extra="forbid")
@@ -51,7 +52,21 @@ def _known_modules(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _card(name: str) -> str:
+    if not is_card(name):
+        raise ValueError("must be a UUID (GPU-...) or a PCI bus id (0000:01:00.0)")
+    return normal_card(name)
+
+
+def _bus_id(name: str) -> str:
+    if not is_bus_id(name):
+        raise ValueError("must be a PCI bus id (0000:01:00.0)")
+    return normal_card(name)
+
+
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+Card = Annotated[str, AfterValidator(_card)]
+BusId = Annotated[str, AfterValidator(_bus_id)]
 Template = Annotated[str, Field(min_length=1), AfterValidator(_template)]
 
 
@@ -121,11 +136,29 @@ class KernelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class P2pConfig:
-    """What the host must have; ``expected_gpus`` None: as many as are on the PCI bus."""
+    """Which cards must be there and transfer directly, by UUID or PCI bus id.
+
+    All left out: what was accepted, else the PCI bus. ``groups``: P2P is expected within each
+    of them only. ``exclude``: cards that are meant for something else (vfio-pci).
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     expected_gpus: Annotated[int, Field(ge=0, le=64)] | None = None
+    gpus: tuple[Card, ...] = ()
+    groups: tuple[Annotated[tuple[Card, ...], Field(min_length=2)], ...] = ()
+    exclude: tuple[BusId, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        grouped = [card for group in self.groups for card in group]
+        for cards in (self.gpus, grouped):
+            if twice := [card for card in cards if cards.count(card) > 1]:
+                raise ValueError(f"{twice[0]} is named twice")
+        if self.gpus and self.expected_gpus not in (None, len(self.gpus)):
+            raise ValueError(f"expected_gpus is {self.expected_gpus}, gpus has {len(self.gpus)}")
+        if both := set(self.exclude) & {*self.gpus, *grouped}:
+            raise ValueError(f"{min(both)} is expected and excluded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

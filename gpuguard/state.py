@@ -14,11 +14,13 @@ FAILURES_DIR = f"{STATE_DIR}/failures"  # <release>.json
 BACKUPS_DIR = f"{STATE_DIR}/backups"  # <id>.json, and objects/<sha256>
 JOURNAL_FILE = f"{STATE_DIR}/journal.jsonl"  # undo of the change under way
 LOCK_FILE = f"{STATE_DIR}/lock"
+ACCEPTED_FILE = f"{STATE_DIR}/p2p-accepted.json"  # what gpuguard verify --accept kept
 LOGS_DIR = "/var/log/gpuguard"  # build logs, whole
 CACHE_DIR = "/var/cache/gpuguard"
 CORE_CACHE_DIR = f"{CACHE_DIR}/core"  # <key>/nv-kernel.o, nv-modeset-kernel.o, meta.json
 STAGING_DIR = f"{CACHE_DIR}/staging"  # one folder per build, removed afterwards
 MODULE_CACHE_FILE = f"{CACHE_DIR}/modules.json"  # (path, size, mtime, inode) -> what the file is
+RUN_DIR = "/run/gpuguard"  # who asks the driver just now; gone with a reboot
 DEPMOD_DIR = "/etc/depmod.d"
 MODULES_SUBDIR = "updates/gpuguard"  # below /lib/modules/<release>/
 

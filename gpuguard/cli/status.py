@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from gpuguard.accepted import read_accepted
 from gpuguard.cli.context import Context
 from gpuguard.cli.render import status_text
 from gpuguard.config_file import read_config
 from gpuguard.core.document import status_document
 from gpuguard.core.findings import Verdict
+from gpuguard.errors import ProbeError, StateError
 from gpuguard.verbs.inspect import judge, policy_of
 
 _EXIT_STATUS = {Verdict.OK: 0, Verdict.WARNING: 1, Verdict.CRITICAL: 1, Verdict.UNKNOWN: 3}
@@ -30,9 +32,14 @@ def status(
     """
     context: Context = ctx.obj
     config = read_config(context.host, context.config_file)
-    facts, assessment = judge(context.host, config, with_dkms=verbose or context.json)
+    try:
+        facts, assessment = judge(context.host, config, with_dkms=verbose or context.json)
+    except StateError as error:
+        error.exit_status = ProbeError.exit_status  # for a verb that looks it means: unknown
+        raise
     if context.json:
-        context.print_json(status_document(facts, assessment, policy_of(config)))
+        policy = policy_of(config, read_accepted(context.host))
+        context.print_json(status_document(facts, assessment, policy))
     else:
         typer.echo(status_text(facts, assessment, verbose=verbose))
     raise typer.Exit(_EXIT_STATUS[assessment.verdict])

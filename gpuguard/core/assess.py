@@ -14,7 +14,7 @@ from gpuguard.core.facts import (
 )
 from gpuguard.core.findings import Finding, Severity, Verdict, verdict_of
 from gpuguard.core.loaded import loaded_identity
-from gpuguard.core.p2p import p2p_findings, p2p_healthy
+from gpuguard.core.p2p import Grant, p2p_findings, p2p_healthy
 from gpuguard.core.policy import Policy
 from gpuguard.core.readiness import Obstacle, obstacles
 from gpuguard.core.remedies import LOOK_AGAIN, after_failure, remedy_of
@@ -54,19 +54,26 @@ def assess(facts: HostFacts, policy: Policy) -> Assessment:
         if kernel.image is not None
     }
     loaded = loaded_identity(facts.driver, facts.running_records())
+    grant = Grant(
+        p2p=facts.p2p,
+        expected=policy.expected.on_bus(facts.pci_gpus),
+        on_bus=dict.fromkeys(facts.pci_gpus, ""),
+        loaded=loaded,
+        flavour=facts.driver.flavour,
+    )
     findings = (
         *_host_findings(facts),
         *(f for k in _in_care(facts, policy) for f in _kernel_findings(k, facts, judged)),
         *stray_findings(facts),
         *_loaded_findings(facts, loaded),
-        *p2p_findings(facts, policy),
+        *_p2p_findings(facts, grant),
     )
     return Assessment(
         verdict=verdict_of(findings),
         findings=findings,
         obstacles=judged,
         loaded_identity=loaded,
-        p2p_healthy=p2p_healthy(facts, policy),
+        p2p_healthy=p2p_healthy(grant),
         reboot=_reboot(facts, judged, loaded),
     )
 
@@ -148,6 +155,11 @@ def _kernel_findings(
             remedy=after_failure(kernel, judged),
             evidence={"when": kernel.failure.created},
         )
+
+
+def _p2p_findings(facts: HostFacts, grant: Grant) -> Iterator[Finding]:
+    if facts.p2p.source is not None or facts.driver.loaded is not None:
+        yield from p2p_findings(grant)
 
 
 def _loaded_findings(facts: HostFacts, loaded: str) -> Iterator[Finding]:

@@ -5,11 +5,11 @@ Keys keep their names and meaning; more keys may appear.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gpuguard.core.assess import Assessment
 from gpuguard.core.facts import HostFacts, KernelFacts, ModuleFile, P2pFacts, ResolvedModule
-from gpuguard.core.p2p import expected_gpus
 from gpuguard.core.policy import Policy
 
 SCHEMA = 1
@@ -57,7 +57,11 @@ def status_document(facts: HostFacts, assessment: Assessment, policy: Policy) ->
             }
             for entry in facts.dkms
         ],
-        "p2p": _p2p(facts.p2p, assessment.p2p_healthy, expected_gpus(facts, policy)),
+        "p2p": p2p_document(
+            facts.p2p,
+            healthy=assessment.p2p_healthy,
+            expected=policy.expected.on_bus(facts.pci_gpus).number,
+        ),
         "holds": {"held": list(facts.held), "missing": [], "ineffective": [], "foreign": []},
         "reboot": {
             "required": assessment.reboot.required,
@@ -137,9 +141,18 @@ def _driver(facts: HostFacts, assessment: Assessment) -> dict[str, Any]:
     }
 
 
-def _p2p(p2p: P2pFacts, healthy: bool | None, expected: int | None) -> dict[str, Any]:  # noqa: FBT001 - a three-valued answer
+def p2p_document(
+    p2p: P2pFacts,
+    *,
+    healthy: bool | None,
+    expected: int | None,
+    sources: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """The object ``p2p``, in status and in verify."""
+    answered = [p2p.source] if p2p.source is not None else []
     return {
         "source": p2p.source,
+        "sources": answered if sources is None else list(sources),
         "healthy": healthy,
         "problem": p2p.problem,
         "expected_gpus": expected,

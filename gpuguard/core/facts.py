@@ -230,13 +230,17 @@ class P2pPair:
 class P2pFacts:
     """What the driver grants; n cards have n * (n - 1) ordered pairs.
 
-    ``source`` None: nothing answered, and ``problem`` says why.
+    ``source`` None: nothing answered; ``problem`` says why in words, ``reason`` as a code of
+    ``core.p2p_reasons``. ``lost`` are cards that the driver knows and cannot reach, by PCI bus
+    id where it says so, and what it said.
     """
 
     source: str | None = None  # "nvml", "nvidia-smi"
     gpus: tuple[Gpu, ...] = ()
     pairs: tuple[P2pPair, ...] = ()
     problem: str | None = None
+    reason: str | None = None
+    lost: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,3 +259,9 @@ class HostFacts:
     pci_gpus: tuple[str, ...] = ()  # PCI bus ids of NVIDIA display devices
     held: tuple[str, ...] = ()
     interrupted: str | None = None  # a change that was killed and not yet cleaned up after
+
+    def running_records(self) -> tuple[BuildRecord, ...] | None:
+        """Our builds for the running kernel; None: which one runs is not known."""
+        if self.running is None:
+            return None
+        return tuple(r for k in self.kernels if k.release == self.running for r in k.records)

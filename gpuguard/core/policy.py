@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+
+from gpuguard.core.expectation import Expectation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Intent: which kernels are looked after, what must be there.
-
-    ``expected_gpus`` None: as many as are seen on the PCI bus.
-    """
+    """Intent: which kernels are looked after, which cards must be there."""
 
     ignored_kernels: tuple[str, ...] = ()  # shell patterns on the release
-    expected_gpus: int | None = None
+    expected: Expectation = field(default_factory=Expectation)
 
     def looks_after(self, release: str) -> bool:
         """True unless the operator excluded this kernel."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gpuguard.accepted import read_accepted
 from gpuguard.apply.journal import Journal
 from gpuguard.build.inputs import BuildInputs, InputsProbe
-from gpuguard.config import Config
+from gpuguard.config import Config, P2pConfig
 from gpuguard.core.assess import Assessment, assess
+from gpuguard.core.expectation import Expectation, Origin
 from gpuguard.core.facts import HostFacts
 from gpuguard.core.plan import Plan, Request, plan
 from gpuguard.core.policy import Policy
@@ -28,11 +30,28 @@ class Planned:
     inputs: dict[str, BuildInputs]
 
 
-def policy_of(config: Config | None) -> Policy:
+def policy_of(config: Config | None, accepted: Expectation | None = None) -> Policy:
     """The operator's intent; without a configuration the defaults."""
+    p2p = config.p2p if config is not None else None
+    return Policy(
+        ignored_kernels=config.kernels.ignore if config is not None else (),
+        expected=expectation_of(p2p, accepted),
+    )
+
+
+def expectation_of(config: P2pConfig | None, accepted: Expectation | None) -> Expectation:
+    """The cards that must be there: as configured, else as accepted, else the PCI bus."""
     if config is None:
-        return Policy()
-    return Policy(ignored_kernels=config.kernels.ignore, expected_gpus=config.p2p.expected_gpus)
+        return accepted or Expectation()
+    if config.gpus or config.groups or config.expected_gpus is not None:
+        return Expectation(
+            origin=Origin.CONFIGURATION,
+            count=config.expected_gpus,
+            cards=config.gpus or tuple(card for group in config.groups for card in group),
+            groups=config.groups,
+            exclude=config.exclude,
+        )
+    return replace(accepted or Expectation(), exclude=config.exclude)
 
 
 def look(
@@ -67,7 +86,7 @@ def judge(
 ) -> tuple[HostFacts, Assessment]:
     """Facts and what is to be thought of them."""
     facts = look(host, config, with_dkms=with_dkms)
-    return facts, assess(facts, policy_of(config))
+    return facts, assess(facts, policy_of(config, read_accepted(host)))
 
 
 def make_plan(host: Host, config: Config, request: Request) -> Planned:
