@@ -28,7 +28,7 @@ def main() -> None:
     except Interrupted as error:
         typer.echo(
             f"gpuguard: stopped by {signal.Signals(error.signum).name}; "
-            "what was begun has been undone",
+            "what was begun is undone, or was already complete",
             err=True,
         )
         sys.exit(128 + error.signum)

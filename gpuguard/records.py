@@ -20,9 +20,9 @@ from gpuguard.state import BUILDS_DIR, FAILURES_DIR, depmod_file
 _SCHEMA = 1
 
 
-def record_path(record: BuildRecord) -> str:
+def record_path(release: str, created: str) -> str:
     """Where one record lives: ``builds/<release>/<created>.json``."""
-    return f"{BUILDS_DIR}/{record.release}/{record.created.replace(':', '')}.json"
+    return f"{BUILDS_DIR}/{release}/{created.replace(':', '')}.json"
 
 
 def encode_record(record: BuildRecord) -> bytes:

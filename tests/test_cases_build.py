@@ -129,7 +129,8 @@ def test_headers_that_will_not_do(
 
     assert box.kernel(K2)["headers"] == state
     remedy = box.findings(K2)["next-kernel-stock"]["remedy"]
-    assert f"apt install linux-headers-{K2}" in remedy
+    reinstall = "" if state == "missing" else "--reinstall "
+    assert f"apt install {reinstall}linux-headers-{K2}" in remedy
     assert f"until then boot {K1}" in remedy
     plan = box.json("plan")
     assert plan.status == 69
@@ -195,7 +196,8 @@ def test_a_compile_error_changes_nothing_and_is_not_tried_again(box: Box) -> Non
     assert len(log.read_text().splitlines()) > 4000
     found = box.findings(K2)["build-failed"]
     assert found["severity"] == "critical"
-    assert found["remedy"] == f"until then boot {K1}, which is ready"
+    assert f"gpuguard rebuild --force --kernel {K2}" in found["remedy"]
+    assert f"until then boot {K1}, which is ready" in found["remedy"]
     assert box.kernel(K1)["ready"] is True
 
     logs = len(list(log.parent.iterdir()))

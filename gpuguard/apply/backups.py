@@ -101,7 +101,14 @@ def take(
         files=tuple(found for found in looks if isinstance(found, FileBefore)),
     )
     document = {"schema": _SCHEMA, **asdict(backup)}
-    host.replace_file(_manifest(backup.id), json.dumps(document, indent=1).encode() + b"\n")
+    try:
+        host.replace_file(_manifest(backup.id), json.dumps(document, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise StateError(
+            f"cannot write the manifest of backup {backup.id}: {error.strerror}",
+            code="backup-failed",
+            hint=f"make room on the disk that holds {BACKUPS_DIR}; nothing was changed",
+        ) from error
     return backup
 
 

@@ -70,7 +70,7 @@ def install_actions(
     placed = {module.file_name: module for module in modules}
     return (
         # The record first: files of ours on disk must never look like somebody else's.
-        PutFile(path=record_path(record), source=encode_record(record)),
+        PutFile(path=record_path(record.release, record.created), source=encode_record(record)),
         *_place(host, kernel.release, {name: m.source for name, m in placed.items()}),
         *(RemoveFile(path=path) for path in stray),
         *_settle(

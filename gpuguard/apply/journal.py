@@ -50,9 +50,14 @@ class Journal:
         }
         path = self._host.path(JOURNAL_FILE)
         make_dirs(path.parent)
-        if path.exists():
+        if self.read() is not None:
             raise StateError("a journal of an earlier change is still there", code="journal-there")
-        self._append(header)
+        path.unlink(missing_ok=True)
+        try:
+            self._append(header)
+        except StateError:
+            path.unlink(missing_ok=True)  # torn, and nothing was begun
+            raise
         fsync_dir(path.parent)
 
     def push(self, undo: Undo) -> None:
@@ -68,7 +73,7 @@ class Journal:
         self._host.remove_file(JOURNAL_FILE)
 
     def read(self) -> JournalState | None:
-        """The journal of an interrupted change; None if there is none.
+        """The journal of an interrupted change; None if there is none, or not one whole line.
 
         Raises:
             StateError: it is there and cannot be understood; nothing may be changed then.
@@ -82,7 +87,7 @@ class Journal:
             raise _unreadable(f"{error.strerror}") from error
         documents = _documents(content)
         if not documents:
-            return JournalState(verb="nothing", release="", started="", backup=None)
+            return None
         header, *rest = documents
         if header.get("schema") != _SCHEMA:
             raise _unreadable(f"schema {header.get('schema')} is not {_SCHEMA}")
@@ -99,9 +104,10 @@ class Journal:
         path = self._host.path(JOURNAL_FILE)
         line = json.dumps(document).encode() + b"\n"
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            # readable by all: `plan` and `status` need no root to see that a change is pending
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                os.write(descriptor, line)
+                _write_all(descriptor, line)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -111,6 +117,12 @@ class Journal:
                 code="journal-unwritable",
                 hint="make room or make it writable; without a journal nothing is changed",
             ) from error
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    # On a disk that is filling up a write may take a part; the next one says ENOSPC.
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _documents(content: bytes) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gpuguard.errors import LockHeldError, StateError
+from gpuguard.errors import LockHeldError, PrivilegeError, StateError
 from gpuguard.host import Host
 from gpuguard.host.files import make_dirs
 from gpuguard.state import LOCK_FILE
@@ -26,17 +26,22 @@ def exclusive(host: Host, timeout: float) -> Iterator[None]:
 
     Raises:
         LockHeldError: another gpuguard held it for ``timeout`` seconds.
+        PrivilegeError: the lock file is not ours to make.
         StateError: the lock file cannot be made.
     """
     path = host.path(LOCK_FILE)
     try:
         make_dirs(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError as error:
+        raise PrivilegeError(
+            f"cannot open {path}: {error.strerror}", hint="run gpuguard with sudo"
+        ) from error
     except OSError as error:
         raise StateError(
             f"cannot open {path}: {error.strerror}",
             code="state-unwritable",
-            hint="run gpuguard as root, and see that the disk is writable and not full",
+            hint="see that the disk is writable and not full",
         ) from error
     try:
         _wait_until(lambda: _flock(descriptor), timeout, "another gpuguard is at work")

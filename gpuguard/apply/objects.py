@@ -42,11 +42,9 @@ class ObjectStore:
         try:
             make_dirs(folder, mode=0o700)
             digest = _copy_hashed(source, temporary)
-            if self.path(digest).exists():
-                temporary.unlink()
-            else:
-                temporary.rename(self.path(digest))
-                fsync_dir(folder)
+            # over one that is there, too: that may be damaged, and this one is not
+            temporary.rename(self.path(digest))
+            fsync_dir(folder)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)

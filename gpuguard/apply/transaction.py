@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -24,7 +25,16 @@ from gpuguard.apply.actions import (
 from gpuguard.apply.execute import DEPMOD_OUTPUTS, execute
 from gpuguard.apply.journal import Journal, JournalState
 from gpuguard.apply.objects import ObjectStore
-from gpuguard.apply.undo import NoFolderBefore, Sweep, Undo, is_back, look, put_back, sweep
+from gpuguard.apply.undo import (
+    NoFolderBefore,
+    NothingBefore,
+    Sweep,
+    Undo,
+    is_back,
+    look,
+    put_back,
+    sweep,
+)
 from gpuguard.errors import GpuguardError, RollbackError, StateError
 from gpuguard.host import Host
 from gpuguard.state import module_tree
@@ -128,7 +138,14 @@ def _missing_folders(path: str, host: Host) -> Iterator[NoFolderBefore]:
 def _undo_all(state: JournalState, host: Host) -> None:
     store = ObjectStore(host)
     problems: list[str] = []
-    for undo in reversed(state.undos):
+    backwards = list(reversed(state.undos))
+    for undo in backwards:
+        # What only takes away comes first, and again in its turn: on a full disk it makes the
+        # room that putting back needs.
+        if isinstance(undo, NothingBefore | Sweep):
+            with suppress(OSError):
+                put_back(undo, host, store)
+    for undo in backwards:
         try:
             put_back(undo, host, store)
         except (GpuguardError, OSError) as error:

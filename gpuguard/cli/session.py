@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import typer
 
 from gpuguard.apply.journal import Journal
-from gpuguard.apply.lock import exclusive
+from gpuguard.apply.lock import exclusive, wait_for_package_tools
 from gpuguard.apply.transaction import Recovery, recover
 from gpuguard.cli.context import Context
 from gpuguard.errors import PrivilegeError
@@ -31,7 +31,7 @@ def require_root(context: Context) -> None:
 
 @contextmanager
 def changing(context: Context, lock_timeout: float) -> Iterator[None]:
-    """Hold the lock, and finish what an earlier run left behind.
+    """Hold the lock, finish what an earlier run left behind, and let apt and dkms end.
 
     Raises:
         PrivilegeError, LockHeldError, StateError, RollbackError: see there.
@@ -39,8 +39,10 @@ def changing(context: Context, lock_timeout: float) -> Iterator[None]:
     require_root(context)
     with exclusive(context.host, lock_timeout):
         recovered = recover(context.host)
-        if recovered is not None and not context.json:
+        if recovered is not None:
             typer.echo(recovery_line(recovered), err=True)
+        # before looking: what apt is about to unpack would be half there
+        wait_for_package_tools(context.host, lock_timeout)
         yield
 
 
@@ -54,10 +56,7 @@ def recovery_line(recovered: Recovery) -> str:
 
 def pending_note(context: Context) -> str | None:
     """For verbs that only look: say that an interrupted change waits for its clean-up."""
-    try:
-        state = Journal(context.host).read()
-    except PermissionError:
-        return None
+    state = Journal(context.host).read()
     if state is None:
         return None
     return (

@@ -44,11 +44,10 @@ def _command(kernel: KernelFacts, obstacle: Obstacle) -> str:
     package = kernel.headers.package or f"linux-headers-{kernel.release}"
     if kernel.headers.state is HeadersState.MISSING:
         return f"its headers are missing: apt install {package}, then gpuguard rebuild"
-    lacks = ", ".join(kernel.headers.missing)
-    return (
-        f"its headers are incomplete (without {lacks}): apt install --reinstall {package}, "
-        "then gpuguard rebuild"
-    )
+    why = f"incomplete (without {', '.join(kernel.headers.missing)})"
+    if kernel.headers.release not in (None, kernel.release):
+        why = f"those of {kernel.headers.release}"
+    return f"its headers are {why}: apt install --reinstall {package}, then gpuguard rebuild"
 
 
 def _rebuild(kernel: KernelFacts, *, force: bool) -> str:

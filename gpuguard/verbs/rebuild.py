@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from gpuguard.core.plan import Forget, Leave, Rebuild, RefreshInitramfs, Step, i
 from gpuguard.core.stray import stray_backups
 from gpuguard.errors import BuildError, GpuguardError, PatchRejectedError, PreflightError
 from gpuguard.host import Host
-from gpuguard.records import forget_failure, record_files, write_failure
+from gpuguard.records import forget_failure, record_files, record_path, write_failure
 from gpuguard.state import BACKUPS_DIR, DEPMOD_DIR, module_tree
 from gpuguard.verbs.clock import now
 from gpuguard.verbs.inspect import Planned
@@ -49,7 +51,11 @@ def rebuild(host: Host, config: Config, planned: Planned, progress: Progress) ->
     """Carry out a plan, kernel by kernel; one kernel's failure does not stop the others.
 
     The caller holds the lock and has recovered an interrupted change.
+
+    Raises:
+        StateError: the backups cannot be read; nothing was changed.
     """
+    list_backups(host)  # ``prune`` must know them all
     for step in planned.plan.steps:
         try:
             yield _carry_out(step, host, config, planned, progress)
@@ -124,7 +130,7 @@ def _install(
     wait_for_package_tools(host, config.lock_timeout_seconds)
     stray = stray_backups(kernel)
     _check_room(host, kernel, result)
-    created = now()
+    created = _time_of_its_own(host, kernel.release)
     record = BuildRecord(
         release=kernel.release,
         driver_version=result.driver_version,
@@ -161,6 +167,13 @@ def _install(
     )
     forget_failure(host, kernel.release)
     return backup.id
+
+
+def _time_of_its_own(host: Host, release: str) -> str:
+    # A record is named by its second; two builds within one happen with tiny sources only.
+    while host.path(record_path(release, created := now())).exists():
+        time.sleep(0.05)
+    return created
 
 
 def _refresh(step: RefreshInitramfs, host: Host, config: Config, kernel: KernelFacts) -> Outcome:
@@ -209,16 +222,15 @@ def _blocked(step: Rebuild) -> PreflightError:
 
 
 def _remember(host: Host, kernel: KernelFacts, inputs: BuildInputs, error: GpuguardError) -> None:
-    write_failure(
-        host,
-        BuildFailure(
-            release=kernel.release,
-            inputs=inputs.inputs,
-            code=error.code,
-            message=error.message,
-            created=now(),
-        ),
+    failure = BuildFailure(
+        release=kernel.release,
+        inputs=inputs.inputs,
+        code=error.code,
+        message=error.message,
+        created=now(),
     )
+    with suppress(OSError):  # a full disk costs another try, not the reason of this failure
+        write_failure(host, failure)
 
 
 def _base_names(kernel: KernelFacts, facts: HostFacts) -> dict[str, str]:
