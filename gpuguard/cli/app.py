@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gpuguard import __version__, state
-from gpuguard.cli import backups, config, demo, rebuild, status
+from gpuguard.cli import backups, config, demo, doctor, rebuild, status
 from gpuguard.cli.context import Context
 from gpuguard.errors import UsageError
 from gpuguard.host import LocalHost
@@ -21,6 +21,7 @@ complains. gpuguard notices before the reboot, rebuilds, and can put everything 
 
 \b
   gpuguard status              what would the next boot load, and is that right
+  gpuguard doctor              why there is no (good) P2P: every known cause, with a remedy
   gpuguard plan                what a rebuild would do
   gpuguard rebuild             do it
   gpuguard backups, rollback   put back what was there before
@@ -85,6 +86,7 @@ def options(
 
 
 app.command()(status.status)
+app.command()(doctor.doctor)
 app.command()(rebuild.plan)
 app.command()(rebuild.rebuild)
 app.command(name="backups")(backups.backups)

@@ -1,0 +1,97 @@
+"""Ask NVML about each card and print one JSON object; run by ``probes.cards_nvml`` only.
+
+A process of its own, because NVML may hang in the kernel beyond any signal (CASES C49).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS
+_ACTIVE = 1  # NVML_FEATURE_ENABLED
+
+
+def collect(nvml: ModuleType) -> dict[str, Any]:
+    """``{"cards": [...], "problem": str | None}``; a value that NVML will not give is None."""
+    errors = _errors(nvml)
+    try:
+        nvml.nvmlInit()
+    except errors as error:
+        return {"cards": [], "problem": _named(error)}
+    cards, problems = [], []
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                cards.append(_card(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+            except errors as error:
+                problems.append(f"GPU {index}: {_named(error)}")
+    except errors as error:
+        problems.append(_named(error))
+    finally:
+        with suppress(*errors):
+            nvml.nvmlShutdown()
+    return {"cards": cards, "problem": "; ".join(problems) or None}
+
+
+def _card(nvml: ModuleType, handle: Any) -> dict[str, Any]:
+    def ask(question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except _errors(nvml):
+            return None
+
+    return {
+        "bus_id": _text(nvml.nvmlDeviceGetPciInfo(handle).busId),
+        "uuid": _text(ask(lambda: nvml.nvmlDeviceGetUUID(handle)) or ""),
+        "memory_bytes": ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
+        "display_active": ask(lambda: bool(nvml.nvmlDeviceGetDisplayActive(handle))),
+        "utilization_percent": ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+        "nvlinks": sum(
+            ask(lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link)) == _ACTIVE  # type: ignore[misc]
+            for link in range(_NVLINKS)
+        ),
+        "processes": sorted(
+            {
+                int(process.pid)
+                for question in (
+                    nvml.nvmlDeviceGetComputeRunningProcesses,
+                    nvml.nvmlDeviceGetGraphicsRunningProcesses,
+                )
+                for process in ask(lambda question=question: question(handle)) or ()  # type: ignore[misc]
+            }
+        ),
+    }
+
+
+def _errors(nvml: ModuleType) -> tuple[type[Exception], ...]:
+    # Besides NVML's own: a binding whose names or argument types have moved (CASES C51).
+    return (nvml.NVMLError, ctypes.ArgumentError, AttributeError, TypeError, ValueError, OSError)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def main() -> None:
+    """Print the answer; the exit status says nothing."""
+    try:
+        import pynvml
+    except ImportError as error:
+        answer: dict[str, Any] = {"cards": [], "problem": _named(error)}
+    else:
+        answer = collect(pynvml)
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

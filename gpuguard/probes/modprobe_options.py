@@ -1,0 +1,82 @@
+"""Configured options of the nvidia module: modprobe.d and the kernel's command line.
+
+Order and grammar as modprobe.d(5): a file of an earlier folder hides one of the same name in
+a later one; files are read by name; ``#`` starts a comment, a backslash joins lines.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from gpuguard.core.doctor_facts import ModuleOption, Unread
+from gpuguard.errors import ProbeError
+from gpuguard.host.port import Host
+from gpuguard.host.reading import list_dir, read_text
+from gpuguard.probes.modules import canonical_name
+
+_FOLDERS = (
+    "/etc/modprobe.d", "/run/modprobe.d", "/usr/local/lib/modprobe.d", "/usr/lib/modprobe.d",
+    "/lib/modprobe.d",
+)  # fmt: skip
+_PREFIX = "NVreg_"
+_CMDLINE = "/proc/cmdline"
+
+
+def probe_options(host: Host) -> tuple[ModuleOption, ...] | Unread:
+    """Every ``NVreg_`` option in the order in which it takes effect; the last of a name wins."""
+    try:
+        found = [option for path in _files(host) for option in _of_file(host, path)]
+        found += _of_cmdline(read_text(host, _CMDLINE) or "")
+    except ProbeError as error:
+        return Unread("/etc/modprobe.d", error.message)
+    return tuple(found)
+
+
+def parse_options(text: str, source: str) -> Iterator[ModuleOption]:
+    """``options nvidia NVreg_A=1 NVreg_B="x=1;y=2"``, also for ``nvidia-current*``."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = _split(line)
+        if len(words) > 2 and words[0] == "options" and is_nvidia(words[1]):  # noqa: PLR2004
+            yield from _options(words[2:], source)
+
+
+def is_nvidia(module: str) -> bool:
+    """True for the core module under any name that distributions give it."""
+    return canonical_name(f"{module}.ko") == "nvidia"
+
+
+def _files(host: Host) -> list[str]:
+    by_name: dict[str, str] = {}
+    for folder in _FOLDERS:
+        for name in list_dir(host, folder):
+            if name.endswith(".conf"):
+                by_name.setdefault(name, f"{folder}/{name}")
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def _of_file(host: Host, path: str) -> Iterator[ModuleOption]:
+    yield from parse_options(read_text(host, path) or "", path)
+
+
+def _of_cmdline(text: str) -> list[ModuleOption]:
+    words = []
+    for word in _split(text):
+        module, dot, option = word.partition(".")
+        if dot and is_nvidia(module):
+            words.append(option)
+    return list(_options(words, _CMDLINE))
+
+
+def _options(words: list[str], source: str) -> Iterator[ModuleOption]:
+    for word in words:
+        name, _, value = word.partition("=")
+        if name.startswith(_PREFIX):
+            yield ModuleOption(name.removeprefix(_PREFIX), value, source)
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:  # an open quotation mark
+        return line.split()
