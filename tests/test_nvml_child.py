@@ -90,7 +90,7 @@ def test_an_error_on_one_pair_is_that_pairs_own(error: Exception) -> None:
     answer = collected(FakeNvml(3, status={(2, 0, 0): error}))
     unknown = [p for p in answer["pairs"] if "U" in p.values()]
     assert unknown == [{"src": "GPU-2", "dst": "GPU-0", "read": "U", "write": "OK"}]
-    assert answer["problem"] is None
+    assert answer["problem"].startswith(f"GPU-2 -> GPU-0 read: {type(error).__name__}: ")
 
 
 def test_a_lost_card_is_named_and_the_rest_is_told() -> None:
@@ -99,6 +99,7 @@ def test_a_lost_card_is_named_and_the_rest_is_told() -> None:
     answer = collected(nvml)
     assert [gpu["uuid"] for gpu in answer["gpus"]] == ["GPU-0", "GPU-2", "GPU-3"]
     assert len(answer["pairs"]) == 6
+    assert answer["lost"] == [("GPU 1", "GpuIsLost: GPU is lost")]
     assert answer["problem"] == "GPU 1: GpuIsLost: GPU is lost"
     assert nvml.calls == ["init", "shutdown"]
 

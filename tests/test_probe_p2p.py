@@ -14,10 +14,10 @@ from gpuguard.core.facts import Gpu, P2pFacts, P2pPair
 from gpuguard.errors import ProbeError
 from gpuguard.host import LocalHost
 from gpuguard.probes import p2p
+from gpuguard.probes.nvidia_smi import parse_gpu_list, parse_topo_p2p
 from gpuguard.probes.p2p import (
     normal_bus_id,
-    parse_gpu_list,
-    parse_topo_p2p,
+    probe_answers,
     probe_p2p,
     probe_pci_gpus,
 )
@@ -155,7 +155,9 @@ def test_no_bus_at_all(tmp_path: Path) -> None:
 
 
 def test_no_driver_loaded(tmp_path: Path) -> None:
-    assert probe_p2p(LocalHost(tmp_path)) == P2pFacts(problem="no NVIDIA driver is loaded")
+    assert probe_p2p(LocalHost(tmp_path)) == P2pFacts(
+        problem="no NVIDIA driver is loaded", reason="no-driver"
+    )
 
 
 NVML_C = r"""
@@ -306,24 +308,50 @@ def test_nvidia_smi_where_nvml_does_not_answer(
     )
 
 
+HANDLE = "Unable to determine the device handle for GPU0000:A1:00.0: Unknown Error"
+
+
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "reason", "said"),
     [
-        ("echo NVIDIA-SMI has failed because it cannot; exit 9", "exited with 9: NVIDIA-SMI has"),
-        ("echo Failed to initialize NVML: Driver/library mismatch; exit 18", "exited with 18"),
-        ("echo No devices were found", "no P2P matrix in: No devices were found"),
-        ("echo No devices were found; exit 6", "exited with 6: No devices"),
-        ("exit 127", "exited with 127"),
-        ("exit 0", "no P2P matrix in: (nothing)"),
-        ("printf '\\377\\000'", "no P2P matrix"),
-        (f"[ $1 = -L ] && printf '{LIST}' || printf ' GPU0\\n GPU0 X\\n'", "2 cards are listed"),
-        ("[ $1 = -L ] || printf ' GPU0\\n GPU0 X\\n'", "0 cards are listed"),
+        ("echo NVIDIA-SMI has failed because it couldn\\'t; exit 9", "no-driver", "with 9: NVIDIA"),
+        ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18",
+         "version-mismatch", "exited with 18"),
+        ("echo No devices were found", "no-devices", "exited with 0: No devices were found"),
+        ("echo No devices were found; exit 6", "no-devices", "exited with 6: No devices"),
+        ("echo sh: nvidia-smi: not found >&2; exit 127", "tool-missing", "exited with 127"),
+        ("exit 0", "empty-output", "printed nothing"),
+        ("printf '\\n\\r\\n'", "empty-output", "printed nothing"),
+        (f"echo {HANDLE}; exit 255", "card-unreachable", "Unknown Error"),
+        ("echo Segmentation fault; kill -SEGV $$", "failed", "exited with -11"),
+        ("printf '\\377\\001'", "unreadable-output", "no P2P matrix"),
+        (f"[ $1 = -L ] && printf '{LIST}' || printf ' GPU0\\n GPU0 X\\n'",
+         "unreadable-output", "2 cards are listed"),
+        ("[ $1 = -L ] && echo none || printf ' GPU0\\n GPU0 X\\n'",
+         "unreadable-output", "0 cards are listed"),
     ],
-)
+)  # fmt: skip
 def test_states_of_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str, said: str
 ) -> None:
-    facts = probe_p2p(nvidia_smi(tmp_path, monkeypatch, script))
-    assert facts.source is None
-    assert "no pynvml" in (facts.problem or "")
+    answers = probe_answers(nvidia_smi(tmp_path, monkeypatch, script), 5)
+    assert answers["nvml"].reason == "binding-missing"
+    facts = answers["nvidia-smi"]
+    assert (facts.source, facts.reason) == (None, reason)
     assert said in (facts.problem or "")
+    assert facts.lost == ((("0000:a1:00.0", "Unknown Error"),) if "255" in script else ())
+
+
+def test_no_nvidia_smi_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = nvidia_smi(tmp_path, monkeypatch, "")
+    (tmp_path / "bin/nvidia-smi").unlink()
+    facts = probe_answers(host, 5)["nvidia-smi"]
+    assert (facts.source, facts.reason) == (None, "tool-missing")
+
+
+def test_a_root_is_asked_by_its_own_nvidia_smi_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(tmp_path, monkeypatch, "touch $0.was-run")
+    assert probe_answers(LocalHost(tmp_path), 5)["nvidia-smi"].reason == "tool-missing"
+    assert not (tmp_path / "bin/nvidia-smi.was-run").exists()

@@ -13,7 +13,9 @@ from itertools import permutations
 
 from gpuguard.core.facts import Gpu
 
-_BUS_ID = re.compile(r"(?:[0-9a-f]{1,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
+_SLOT = r"(?:[0-9a-f]{1,8}:)?[0-9a-f]{2}:[0-9a-f]{2}"
+_BUS_ID = re.compile(rf"{_SLOT}\.[0-7]", re.IGNORECASE)
+_ANY_BUS_ID = re.compile(rf"{_SLOT}(?:\.[0-7])?", re.IGNORECASE)  # Xid lines name the slot alone
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 
@@ -104,7 +106,7 @@ def normal_card(card: str) -> str:
 
 def normal_bus_id(bus_id: str) -> str:
     """A PCI address as sysfs writes it: ``0000:01:00.0`` for NVML's ``00000000:01:00.0``."""
-    if not _BUS_ID.fullmatch(bus_id.strip()):
+    if not _ANY_BUS_ID.fullmatch(bus_id.strip()):
         return bus_id
     *domain, bus, device = bus_id.strip().lower().split(":")
     return f"{int(domain[0] if domain else '0', 16):04x}:{bus}:{device}"

@@ -19,44 +19,61 @@ _CAPS_INDEX = {"read": 0, "write": 1}
 #: nvmlGpuP2PStatus_t; the words are those of the legend of ``nvidia-smi topo -p2p``.
 _STATUS = ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U")
 _UNKNOWN = "U"
+_SHOWN_PROBLEMS = 3
 
 
 def collect(nvml: ModuleType) -> dict[str, Any]:
-    """Cards and ordered pairs: ``{"gpus": [...], "pairs": [...], "problem": str | None}``."""
+    """Cards and ordered pairs: ``{"gpus", "pairs", "lost", "problem", "error"}``.
+
+    ``lost`` has the cards that cannot be reached and why, ``error`` the name of the exception
+    that kept everything else from being told.
+    """
     try:
         nvml.nvmlInit()
     except _errors(nvml) as error:
-        return {"gpus": [], "pairs": [], "problem": _named(error)}
+        return _nothing(error)
     try:
         return _collect(nvml)
     except _errors(nvml) as error:
-        return {"gpus": [], "pairs": [], "problem": _named(error)}
+        return _nothing(error)
     finally:
         with suppress(*_errors(nvml)):
             nvml.nvmlShutdown()
 
 
+def _nothing(error: Exception) -> dict[str, Any]:
+    name = type(error).__name__
+    return {"gpus": [], "pairs": [], "lost": [], "problem": _named(error), "error": name}
+
+
 def _collect(nvml: ModuleType) -> dict[str, Any]:
     cards: list[tuple[Any, dict[str, Any]]] = []
-    problems = []
+    lost, problems = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             cards.append((handle, _card(nvml, handle, index)))
         except _errors(nvml) as error:
-            problems.append(f"GPU {index}: {_named(error)}")
-    pairs = [
-        {
-            "src": one["uuid"],
-            "dst": other["uuid"],
-            **{cap: _status(nvml, a, b, index) for cap, index in _CAPS_INDEX.items()},
-        }
-        for a, one in cards
-        for b, other in cards
-        if one is not other
-    ]
-    gpus = [card for _, card in cards]
-    return {"gpus": gpus, "pairs": pairs, "problem": "; ".join(problems) or None}
+            lost.append((f"GPU {index}", _named(error)))
+    pairs = []
+    for a, one in cards:
+        for b, other in cards:
+            if one is not other:
+                pair = {"src": one["uuid"], "dst": other["uuid"]}
+                for capability, number in _CAPS_INDEX.items():
+                    pair[capability], problem = _status(nvml, a, b, number)
+                    if problem:
+                        problems.append(f"{pair['src']} -> {pair['dst']} {capability}: {problem}")
+                pairs.append(pair)
+    if len(problems) > _SHOWN_PROBLEMS:
+        problems[_SHOWN_PROBLEMS:] = [f"and {len(problems) - _SHOWN_PROBLEMS} more"]
+    return {
+        "gpus": [card for _, card in cards],
+        "pairs": pairs,
+        "lost": lost,
+        "problem": "; ".join([*(f"{name}: {said}" for name, said in lost), *problems]) or None,
+        "error": None,
+    }
 
 
 def _card(nvml: ModuleType, handle: Any, index: int) -> dict[str, Any]:
@@ -68,12 +85,15 @@ def _card(nvml: ModuleType, handle: Any, index: int) -> dict[str, Any]:
     }
 
 
-def _status(nvml: ModuleType, one: Any, other: Any, capability: int) -> str:
+def _status(nvml: ModuleType, one: Any, other: Any, capability: int) -> tuple[str, str]:
+    """The word for it, and what went wrong."""
     try:
         value = int(nvml.nvmlDeviceGetP2PStatus(one, other, capability))
-    except _errors(nvml):
-        return _UNKNOWN
-    return _STATUS[value] if 0 <= value < len(_STATUS) else _UNKNOWN
+    except _errors(nvml) as error:
+        return _UNKNOWN, _named(error)
+    if 0 <= value < len(_STATUS):
+        return _STATUS[value], ""
+    return _UNKNOWN, f"status {value}, which this version does not know"
 
 
 def _errors(nvml: ModuleType) -> tuple[type[Exception], ...]:
@@ -94,7 +114,7 @@ def main() -> None:
     try:
         import pynvml
     except ImportError as error:
-        answer: dict[str, Any] = {"gpus": [], "pairs": [], "problem": _named(error)}
+        answer = _nothing(error)
     else:
         answer = collect(pynvml)
     json.dump(answer, sys.stdout)
