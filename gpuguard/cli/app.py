@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gpuguard import __version__, state
-from gpuguard.cli import backups, config, demo, doctor, rebuild, status
+from gpuguard.cli import backups, config, demo, doctor, rebuild, status, verify
 from gpuguard.cli.context import Context
 from gpuguard.errors import UsageError
 from gpuguard.host import LocalHost
@@ -22,6 +22,7 @@ complains. gpuguard notices before the reboot, rebuilds, and can put everything 
 \b
   gpuguard status              what would the next boot load, and is that right
   gpuguard doctor              why there is no (good) P2P: every known cause, with a remedy
+  gpuguard verify              do the cards reach each other, every ordered pair
   gpuguard plan                what a rebuild would do
   gpuguard rebuild             do it
   gpuguard backups, rollback   put back what was there before
@@ -86,6 +87,7 @@ def options(
 
 
 app.command()(status.status)
+app.command()(verify.verify)
 app.command()(doctor.doctor)
 app.command()(rebuild.plan)
 app.command()(rebuild.rebuild)

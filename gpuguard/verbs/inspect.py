@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from gpuguard.accepted import read_accepted
 from gpuguard.apply.journal import Journal
 from gpuguard.build.inputs import BuildInputs, InputsProbe
-from gpuguard.config import Config, P2pConfig
+from gpuguard.config import Config
 from gpuguard.core.assess import Assessment, assess
-from gpuguard.core.expectation import Expectation, Origin
+from gpuguard.core.expectation import Expectation
 from gpuguard.core.facts import HostFacts
 from gpuguard.core.plan import Plan, Request, plan
 from gpuguard.core.policy import Policy
@@ -19,6 +19,7 @@ from gpuguard.host.cache import FileCache, cache_file
 from gpuguard.probes.host import probe_host
 from gpuguard.records import recorded_releases
 from gpuguard.state import MODULE_CACHE_FILE
+from gpuguard.verbs.expected import expectation_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +33,10 @@ class Planned:
 
 def policy_of(config: Config | None, accepted: Expectation | None = None) -> Policy:
     """The operator's intent; without a configuration the defaults."""
-    p2p = config.p2p if config is not None else None
     return Policy(
         ignored_kernels=config.kernels.ignore if config is not None else (),
-        expected=expectation_of(p2p, accepted),
+        expected=expectation_of(config, accepted),
     )
-
-
-def expectation_of(config: P2pConfig | None, accepted: Expectation | None) -> Expectation:
-    """The cards that must be there: as configured, else as accepted, else the PCI bus."""
-    if config is None:
-        return accepted or Expectation()
-    if config.gpus or config.groups or config.expected_gpus is not None:
-        return Expectation(
-            origin=Origin.CONFIGURATION,
-            count=config.expected_gpus,
-            cards=config.gpus or tuple(card for group in config.groups for card in group),
-            groups=config.groups,
-            exclude=config.exclude,
-        )
-    return replace(accepted or Expectation(), exclude=config.exclude)
 
 
 def look(

@@ -1,0 +1,27 @@
+"""The cards that must be there: as configured, else as accepted, else the PCI bus."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpuguard.core.expectation import Expectation, Origin
+
+if TYPE_CHECKING:
+    from gpuguard.config import Config
+
+
+def expectation_of(config: Config | None, accepted: Expectation | None) -> Expectation:
+    """Who says it; what the PCI bus shows is left to ``Expectation.on_bus``."""
+    if config is None:
+        return accepted or Expectation()
+    p2p = config.p2p
+    if p2p.gpus or p2p.groups or p2p.expected_gpus is not None:
+        return Expectation(
+            origin=Origin.CONFIGURATION,
+            count=p2p.expected_gpus,
+            cards=p2p.gpus or tuple(card for group in p2p.groups for card in group),
+            groups=p2p.groups,
+            exclude=p2p.exclude,
+        )
+    return replace(accepted or Expectation(), exclude=p2p.exclude)
