@@ -1,0 +1,150 @@
+"""The course of a deep check: look, refuse or go on, pairs, all-reduce; then facts.
+
+Nothing is started beside compute processes unless asked to, nor beside a child of an earlier
+check that still hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import permutations
+from typing import Any
+
+from gpuguard.core.deep_facts import DeepCard, DeepFacts, DeepPair, Workload
+from gpuguard.deep.allreduce import run_allreduce
+from gpuguard.deep.collect import Collector
+from gpuguard.deep.spans import fitting, make_spans
+from gpuguard.deep.supervise import CHILD, COMMAND, Deadlines, Ending, Supervisor
+from gpuguard.deep.workloads import command_line, find_workloads
+from gpuguard.host.port import Host
+from gpuguard.probes.virt import probe_virt
+
+DEFAULT_SIZE = 256 << 20
+_INSTALL = "pip install 'gpuguard[deep]'; with a driver before 580: 'gpuguard[deep-cu12]'"
+_LOOK_AT_DRIVER = "does nvidia-smi answer? see dmesg for NVRM and Xid lines"
+_LOG_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepRequest:
+    """What to look at, and how far to go.
+
+    ``size_bytes`` is the longest transfer; each of a pair's two cards gives a little more
+    memory than that. ``only``: cards by index, UUID or PCI bus id; empty: all.
+    """
+
+    size_bytes: int = DEFAULT_SIZE
+    only: tuple[str, ...] = ()
+    beside_workloads: bool = False
+    collective: bool = True
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Problem:
+    """Why nothing could be looked at."""
+
+    code: str
+    text: str
+    remedy: str
+    evidence: tuple[tuple[str, str], ...] = ()
+
+    def as_facts(self) -> dict[str, Any]:
+        return {
+            "problem": self.text,
+            "problem_code": self.code,
+            "remedy": self.remedy,
+            "evidence": self.evidence,
+        }
+
+
+def run_course(
+    host: Host,
+    request: DeepRequest,
+    *,
+    progress: Callable[[str], None] | None = None,
+    command: Sequence[str] = COMMAND,
+) -> DeepFacts:
+    """Everything that a deep check finds out."""
+    collector = Collector()
+    supervisor = Supervisor(host, collector, request.deadlines, command=command, progress=progress)
+    looked = supervisor.run({"mode": "look"})
+    workloads = tuple(find_workloads(host, collector.processes))
+    common: dict[str, Any] = {"workloads": workloads, "virtualised": _virtualised(host)}
+    if (problem := _refusal(host, request, looked, workloads)) is not None:
+        cards = collector.chosen(request.only)
+        return DeepFacts(cards=cards, **common, **problem.as_facts())
+    common["spans"] = make_spans(fitting(request.size_bytes, collector.cards.values()))
+    spans = [asdict(span) for span in common["spans"]]
+    ending = supervisor.run_pairs({"only": request.only, "spans": spans})
+    cards = collector.chosen(request.only)
+    if (problem := _no_pairs(collector, ending)) is not None:
+        return DeepFacts(cards=cards, **common, **problem.as_facts())
+    if request.collective and supervisor.abandoned is None and collector.is_granted():
+        common["collective"] = run_allreduce(supervisor, collector, [card.uuid for card in cards])
+    return _facts(cards, collector.pairs, ending, common)
+
+
+def _refusal(
+    host: Host, request: DeepRequest, looked: Ending, workloads: Sequence[Workload]
+) -> _Problem | None:
+    if looked.hang:
+        text = f"NVML hangs: {looked.problem}"
+        return _Problem(code="deep-hang-at-start", text=text, remedy=_LOOK_AT_DRIVER)
+    for workload in workloads:
+        if CHILD in command_line(host, workload.pid):
+            return _Problem(
+                code="deep-child-stuck",
+                text=f"a child of an earlier check still hangs (pid {workload.pid})",
+                remedy="it holds the cards until it ends; that may take a reboot",
+            )
+    if not workloads or request.beside_workloads:
+        return None
+    return _Problem(
+        code="deep-refused",
+        text=f"{len(workloads)} processes compute on the cards; nothing was tested",
+        remedy="stop them first; or accept that both are slower: --beside-workloads",
+        evidence=tuple((f"pid {w.pid}", f"{w.name} ({w.source})") for w in workloads),
+    )
+
+
+def _no_pairs(collector: Collector, ending: Ending) -> _Problem | None:
+    if collector.unavailable is not None:
+        code, text = collector.unavailable
+        remedy = _INSTALL if code == "deep-not-installed" else _LOOK_AT_DRIVER
+        return _Problem(code=code, text=text, remedy=remedy)
+    if collector.pairs:
+        return None
+    log = list(collector.log)[-_LOG_SHOWN:]
+    return _Problem(
+        code="deep-hang-at-start" if ending.hang else "deep-unavailable",
+        text=ending.problem or "CUDA shows no card, or none of those named",
+        remedy=_LOOK_AT_DRIVER,
+        evidence=tuple((f"log {number}", line) for number, line in enumerate(log)),
+    )
+
+
+def _facts(
+    cards: Sequence[DeepCard],
+    seen: Mapping[tuple[str, str], DeepPair],
+    ending: Ending,
+    common: Mapping[str, Any],
+) -> DeepFacts:
+    """Every pair of all cards is there, also those that nobody came to."""
+    uuids = [card.uuid for card in cards]
+    expected = list(permutations(uuids, 2)) if len(uuids) > 1 else [(u, u) for u in uuids]
+    unseen = ending.problem or "CUDA does not see both cards"
+    pairs = [seen.get(p) or DeepPair(src=p[0], dst=p[1], problem=unseen) for p in expected]
+    return DeepFacts(
+        cards=tuple(cards),
+        pairs=tuple(pair for pair in pairs if pair.src != pair.dst),
+        self_tests=tuple(pair for pair in pairs if pair.src == pair.dst),
+        **common,
+    )
+
+
+def _virtualised(host: Host) -> str | None:
+    """The product a hypervisor shows; None on real hardware."""
+    virt = probe_virt(host)
+    return (virt.product or "a virtual machine") if virt.hypervisor else None

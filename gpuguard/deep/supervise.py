@@ -1,0 +1,123 @@
+"""Run the child with a deadline for each step; after a hang go on with a fresh one.
+
+The whole group is killed when a step takes too long. A child that cannot be killed is left
+alone and nothing more is started: one stuck process is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpuguard.deep.collect import Collector
+from gpuguard.errors import CommandError, CommandTimeoutError
+from gpuguard.host.port import Deadline, Host
+
+CHILD = "gpuguard.deep.child"
+COMMAND = (sys.executable, "-P", "-m", CHILD)  # -P: never import from the working directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds for each step: CUDA's start on a host with many cards takes ten and more."""
+
+    start: float = 90.0
+    look: float = 15.0
+    step: float = 30.0
+    collective: float = 120.0
+
+    def of(self, step: str) -> float:
+        """Seconds for a step by its name."""
+        known = {"start": self.start, "look": self.look, "collective": self.collective}
+        return known.get(step, self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a child ended; ``problem`` None: by itself."""
+
+    problem: str | None = None
+    hang: bool = False
+    abandoned: bool = False
+
+
+class Supervisor:
+    """Starts children one after the other, and feeds what they say to a collector."""
+
+    def __init__(
+        self,
+        host: Host,
+        collector: Collector,
+        deadlines: Deadlines,
+        *,
+        command: Sequence[str] = COMMAND,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self._host = host
+        self._collector = collector
+        self._deadlines = deadlines
+        self._command = tuple(command)
+        self._progress = progress
+        self.abandoned: str | None = None  # why nothing more may be started
+
+    def run(self, request: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Ending:
+        """One child, from start to end; what it was at when it ended is marked."""
+        if self.abandoned is not None:
+            return Ending(self.abandoned)
+        deadline = Deadline(self._deadlines.start)
+        self._collector.begin()
+        try:
+            self._host.run(
+                *self._command, json.dumps(request), timeout=deadline, ok=None,
+                env=_environment() | dict(env or {}),
+                on_line=lambda line: self._take(line, deadline),
+            )  # fmt: skip
+            ending = Ending(None if self._collector.ended else "the child ended early")
+        except CommandTimeoutError as error:
+            ending = self._hang(deadline, error)
+        except CommandError as error:
+            ending = Ending(error.message)
+        if ending.problem is not None:
+            self._collector.close(ending.problem, hang=ending.hang)
+        return ending
+
+    def run_pairs(self, request: Mapping[str, Any]) -> Ending:
+        """All pairs; each that breaks a child is left behind, and a fresh child goes on."""
+        ending = self.run({**request, "mode": "pairs", "pairs": None})
+        while todo := self._collector.todo():
+            if self.abandoned is not None:
+                break
+            ending = self.run({**request, "mode": "pairs", "pairs": todo})
+            if self._collector.todo() == todo:
+                break  # not even the first of them was reached
+        return ending
+
+    def _take(self, line: str, deadline: Deadline) -> None:
+        step = self._collector.take(line)
+        if step is not None:
+            deadline.give(self._deadlines.of(step))
+            if self._progress is not None:
+                self._progress(self._collector.under_way)
+
+    def _hang(self, deadline: Deadline, error: CommandTimeoutError) -> Ending:
+        problem = f"no answer within {deadline.seconds:g} s ({self._collector.under_way})"
+        if error.abandoned:
+            problem += ", and the child cannot be killed (abandoned)"
+            self.abandoned = f"not tried: {problem}"
+        return Ending(problem, hang=True, abandoned=error.abandoned)
+
+
+def _environment() -> dict[str, str]:
+    env = {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML and nvidia-smi count
+        "CUDA_CACHE_DISABLE": "1",  # HOME is / : leave nothing there
+    }
+    # Where the driver's libraries are found in containers.
+    if path := os.environ.get("LD_LIBRARY_PATH"):
+        env["LD_LIBRARY_PATH"] = path
+    return env

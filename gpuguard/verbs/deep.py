@@ -1,0 +1,71 @@
+"""``verify --deep``: bytes over every ordered pair, and what they prove.
+
+Everything that touches CUDA or NVML runs in children (``gpuguard.deep``), one after the other.
+Needs the running system: bytes cannot be moved on a directory tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpuguard.core.deep import DeepJudgement
+from gpuguard.core.deep_document import deep_document
+from gpuguard.core.deep_facts import DeepFacts
+from gpuguard.core.deep_findings import judge
+from gpuguard.deep.baseline import read_baseline, write_baseline
+from gpuguard.deep.course import DeepRequest, run_course
+from gpuguard.deep.supervise import COMMAND
+from gpuguard.errors import UsageError
+from gpuguard.host import Host
+from gpuguard.verbs.clock import now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepOutcome:
+    """Facts, judgement, and whether a baseline was written."""
+
+    facts: DeepFacts
+    judgement: DeepJudgement
+    accepted: bool = False
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {**deep_document(self.facts, self.judgement), "accepted": self.accepted}
+
+
+def deep_verify(
+    host: Host,
+    request: DeepRequest | None = None,
+    *,
+    accept: bool = False,
+    regressed_below: float = 0.8,
+    progress: Callable[[str], None] | None = None,
+    command: Sequence[str] = COMMAND,
+) -> DeepOutcome:
+    """Move bytes over every ordered pair of cards, and judge.
+
+    Args:
+        host: the running system.
+        request: what to do.
+        accept: record the bandwidths as the baseline, unless something is wrong or unknown.
+        regressed_below: share of the accepted bandwidth that is still fine.
+        progress: called with the name of each step.
+        command: the child.
+
+    Raises:
+        UsageError: ``--root`` is not ``/``.
+        StateError: the accepted baseline cannot be read.
+    """
+    if not host.is_live and command is COMMAND:
+        raise UsageError("--deep moves bytes on the running system; it cannot go with --root")
+    # Whoever accepts anew does not need what was accepted before, readable or not.
+    baseline = {} if accept else read_baseline(host)
+    facts = run_course(host, request or DeepRequest(), progress=progress, command=command)
+    judgement = judge(facts, baseline, regressed_below=regressed_below)
+    accepted = accept and judgement.healthy is True
+    if accepted:
+        write_baseline(host, facts.pairs, accepted=now())
+    return DeepOutcome(facts=facts, judgement=judgement, accepted=accepted)

@@ -1,0 +1,89 @@
+"""The deep check on the cards of this machine; skipped where there are none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from gpuguard.core.deep_facts import Engine, Span
+from gpuguard.core.deep_pattern import Tag
+from gpuguard.deep.course import DeepRequest
+from gpuguard.host import LocalHost
+from gpuguard.verbs.deep import deep_verify
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not Path("/dev/nvidiactl").exists() or importlib.util.find_spec("cuda") is None,
+        reason="needs a card, and pip install -e '.[deep]'",
+    ),
+]
+
+MIB = 1 << 20
+
+
+def test_the_port_on_one_card() -> None:
+    from gpuguard.deep.cuda_driver import DriverCuda
+
+    cuda = DriverCuda()
+    tag = Tag(0, 0, 3, 1)
+    at = cuda.allocate(0, MIB)
+    for offset in (0, 8, 13):  # aligned to 16, to 8, to nothing
+        cuda.fill(0, at + offset, 65536, tag.seed)
+        cuda.wait(0)
+        assert cuda.compare(0, at + offset, 65536, tag.seed).mismatches == 0
+        assert cuda.read(0, at + offset, 4096) == tag.words(0, 512)
+    cuda.spread(0, at + 13 + 800, 8, 0)
+    cuda.wait(0)
+    found = cuda.compare(0, at + 13, 65536, tag.seed)
+    assert (found.mismatches, found.first, found.found) == (1, 100, 0)
+    cuda.free(0, at)
+
+
+@pytest.mark.parametrize("size", [MIB, 8 * MIB])
+def test_every_engine_is_right_and_measured(size: int) -> None:
+    outcome = deep_verify(LocalHost(), DeepRequest(size_bytes=size, collective=False))
+    assert outcome.facts.problem is None
+    for judged in outcome.judgement.pairs:
+        assert judged.verified, judged.reason
+        assert {rate.engine for rate in judged.pair.rates} == set(Engine)
+        assert judged.pair.load_latency_seconds is not None
+    if len(outcome.facts.cards) > 1:
+        assert outcome.judgement.healthy is True
+    else:
+        assert outcome.judgement.healthy is None
+        assert [f.code for f in outcome.judgement.findings] == ["deep-no-pair"]
+    json.dumps(outcome.document)
+
+
+def test_the_engines_are_compared_with_what_really_lies_there() -> None:
+    """The check fails on a real card when the data is spoilt after it was sent."""
+    from gpuguard.deep.cuda_driver import DriverCuda
+    from gpuguard.deep.transfer import check_spans, open_lane
+
+    class Spoiling(DriverCuda):
+        lane_dst = 0
+
+        def wait(self, card: int) -> None:
+            super().wait(card)
+            if self.lane_dst:
+                super().spread(card, self.lane_dst + 1024, 8, 0)
+                super().wait(card)
+
+    cuda = Spoiling()
+    lane = open_lane(cuda, 0, 0, MIB)
+    cuda.lane_dst = lane.dst_at
+    lines: list[dict[str, object]] = []
+    check_spans(
+        cuda, lane, [Span(offset=0, length=65536)],
+        lambda kind, **values: lines.append({"kind": kind, **values}),
+    )  # fmt: skip
+    checks = [line for line in lines if line["kind"] == "check"]
+    assert len(checks) == len(Engine)
+    for check in checks:
+        assert (check["mismatches"], check["first"], check["found"]) == (1, 1024, 0)
+        assert check["kind_of_fault"] == "zeros"
+        assert check["sample_equal"] is False
