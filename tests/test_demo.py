@@ -24,7 +24,8 @@ NOBODY = 65534
 def _play(
     folder: Path, *interpreter: str, packages: Path = REPO, keep: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    command = [*(interpreter or (sys.executable,)), "-m", "gpuguard", "demo", "--dir", folder]
+    program = interpreter or (sys.executable,)
+    command = [*program, "-m", "gpuguard", "demo", "--dir", str(folder)]
     return subprocess.run(
         [*command, "--keep"] if keep else command,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(packages), "HOME": str(folder)},
@@ -62,7 +63,16 @@ def test_an_ordinary_user_may_watch_it_too(kernel_headers: HeadersCache) -> None
     system = Path("/usr/bin/python3")
     with public_dir() as place:
         packages = place / "packages"
-        install = [sys.executable, "-m", "pip", "install", "-q", "--target", packages, REPO]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--target",
+            str(packages),
+            str(REPO),
+        ]
         subprocess.run(install, check=True)
         folder = place / "demo"
         prepare_folder(folder)
