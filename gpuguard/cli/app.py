@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from gpuguard import __version__, state
-from gpuguard.cli import backups, config, demo, doctor, rebuild, status, verify
 from gpuguard.cli.context import Context
+from gpuguard.cli.lazy import lazy_group
 from gpuguard.errors import UsageError
 from gpuguard.host import LocalHost
 
@@ -33,8 +33,21 @@ sysexits (65 patch rejected, 69 unavailable, 70 build or verify failed, 71 rollb
 74 state unreadable, 75 lock held, 77 needs root, 78 configuration).
 """
 
+_VERBS = {
+    "status": "gpuguard.cli.status:status",
+    "verify": "gpuguard.cli.verify:verify",
+    "doctor": "gpuguard.cli.doctor:doctor",
+    "plan": "gpuguard.cli.rebuild:plan",
+    "rebuild": "gpuguard.cli.rebuild:rebuild",
+    "backups": "gpuguard.cli.backups:backups",
+    "rollback": "gpuguard.cli.backups:rollback",
+    "config": "gpuguard.cli.config:app",
+    "demo": "gpuguard.cli.demo:demo",
+}
+
 app = typer.Typer(
     name="gpuguard",
+    cls=lazy_group(_VERBS),
     help=_HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -84,14 +97,3 @@ def options(
             f"--config {config_file}: give an absolute path (inside the root)", code="usage"
         )
     ctx.obj = Context(host=LocalHost(root), config_file=config_file, json=json)
-
-
-app.command()(status.status)
-app.command()(verify.verify)
-app.command()(doctor.doctor)
-app.command()(rebuild.plan)
-app.command()(rebuild.rebuild)
-app.command(name="backups")(backups.backups)
-app.command()(backups.rollback)
-app.add_typer(config.app)
-app.command()(demo.demo)

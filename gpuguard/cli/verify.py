@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +19,11 @@ from gpuguard.core.verify import Verification, VerifyFacts
 from gpuguard.core.verify import verify as judge
 from gpuguard.core.verify_document import verify_document
 from gpuguard.errors import ProbeError, StateError
+from gpuguard.verbs.expected import expectation_of, has_config
 from gpuguard.verbs.verify import DEFAULT_TIMEOUT, Accepted, accept, look_at_p2p
+
+if TYPE_CHECKING:
+    from gpuguard.config import Config
 
 _ORIGIN = {
     Origin.CONFIGURATION: "the configuration says so",
@@ -84,16 +88,21 @@ def verify_text(
 
 
 def _look(context: Context, timeout: float) -> VerifyFacts:
-    from gpuguard.config_file import read_config
-    from gpuguard.verbs.expected import expectation_of
-
-    config = read_config(context.host, context.config_file)
+    config = _config(context)
     try:
         expected = expectation_of(config, read_accepted(context.host))
         return look_at_p2p(context.host, expected, timeout=timeout)
     except StateError as error:
         error.exit_status = ProbeError.exit_status  # for a verb that looks it means: unknown
         raise
+
+
+def _config(context: Context) -> Config | None:
+    if not has_config(context.host, context.config_file):
+        return None
+    from gpuguard.config_file import read_config  # 0.1 s: only for those who have one
+
+    return read_config(context.host, context.config_file)
 
 
 def _card_rows(verification: Verification) -> Iterator[list[str]]:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from gpuguard.core.expectation import Expectation, Origin
+from gpuguard.host.port import Host
 
 if TYPE_CHECKING:
     from gpuguard.config import Config
+
+
+def has_config(host: Host, file: str) -> bool:
+    """False only if there is neither the file nor its drop-in folder: then none need be read."""
+    for path in (file, str(PurePosixPath(file).with_suffix(".d"))):
+        try:
+            host.path(path).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            pass  # reading it will say what is wrong
+        return True
+    return False
 
 
 def expectation_of(config: Config | None, accepted: Expectation | None) -> Expectation:
