@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +26,10 @@ import sh  # noqa: F401
 import yaml
 
 import gpuguard.__main__ as program
-import gpuguard.cli.app  # noqa: F401
+import gpuguard.cli.app
+import gpuguard.cli.backups
+import gpuguard.cli.rebuild
+import gpuguard.cli.status  # noqa: F401 - verbs are imported when asked for: here, once for all
 from gpuguard.demo.kernels import cpio_archive
 from gpuguard.demo.source import P2P_PATCH, copy_standin
 from gpuguard.host.elf import read_module
@@ -194,6 +197,7 @@ def _become_program(
         sys.argv = ["gpuguard", "--root", str(root), *words]
         os.environ.update(environment)
         if user is not None:
+            _import_everything(root)  # that account may not be able to read it
             account = pwd.getpwnam(user)
             os.setgroups([])
             os.setgid(account.pw_gid)
@@ -208,6 +212,14 @@ def _become_program(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _import_everything(root: Path) -> None:
+    argv, out = sys.argv, sys.stdout
+    sys.argv = ["gpuguard", "--root", str(root), "status"]
+    with suppress(SystemExit), Path(os.devnull).open("w") as sys.stdout:
+        program.main()
+    sys.argv, sys.stdout = argv, out
 
 
 def furnish(root: Path, *releases: str, stock: bool = True) -> Box:
@@ -354,3 +366,8 @@ def make_clone(box: Box) -> None:
         ("commit", "--quiet", "--all", "--message=p2p"), ("tag", f"{toys.VERSION}-p2p"),
     ):  # fmt: skip
         git(source, *command)
+
+
+def efi_variable(name: str) -> str:
+    """Where efivarfs shows a variable of the firmware's own, below the root."""
+    return f"sys/firmware/efi/efivars/{name}-8be4df61-93ca-11d2-aa0d-00e098032b8c"

@@ -112,6 +112,11 @@ def take(
     return backup
 
 
+def discard(host: Host, backup_id: str) -> None:
+    """Drop a backup of a change that did not happen; its contents go with the next prune."""
+    host.remove_file(_manifest(backup_id))
+
+
 def list_backups(host: Host, release: str | None = None) -> tuple[Backup, ...]:
     """Backups of one release or of all, oldest first.
 
@@ -119,9 +124,17 @@ def list_backups(host: Host, release: str | None = None) -> tuple[Backup, ...]:
         StateError: a manifest cannot be read.
     """
     folder = host.path(BACKUPS_DIR)
-    if not folder.is_dir():
+    try:
+        paths = [path for path in folder.iterdir() if path.suffix == ".json"]
+    except FileNotFoundError:
         return ()
-    found = [_read(path) for path in folder.iterdir() if path.suffix == ".json"]
+    except OSError as error:
+        raise StateError(
+            f"{folder} cannot be read: {error.strerror}",
+            code="backup-unreadable",
+            hint="run gpuguard with sudo",
+        ) from error
+    found = [_read(path) for path in paths]
     wanted = [backup for backup in found if release is None or backup.release == release]
     return tuple(sorted(wanted, key=lambda backup: (backup.created, backup.id)))
 

@@ -76,7 +76,7 @@ def dkms_runs(host: Host) -> bool:
         if any(Path(word).name == "dkms" for word in words[:3]):
             if not host.is_live:
                 # a dkms that works on a tree names it: --installtree ROOT/lib/modules
-                if any(str(host.root) in word for word in words):
+                if any(f"{host.root}/" in f"{word}/" for word in words):
                     return True
                 continue
             with suppress(OSError):

@@ -19,6 +19,10 @@ from gpuguard.state import BACKUPS_DIR
 
 OBJECTS_DIR = f"{BACKUPS_DIR}/objects"
 _CHUNK = 1 << 20
+_TAKE_ANOTHER = (
+    "nothing was changed; take another one (gpuguard backups), or the distribution's own "
+    "modules: dkms install --force"
+)
 
 
 class ObjectStore:
@@ -40,6 +44,7 @@ class ObjectStore:
         folder = self._host.path(OBJECTS_DIR)
         temporary = folder / f".incoming.{os.getpid()}"
         try:
+            make_dirs(folder.parent)  # what there is may be listed by all, what is in it not read
             make_dirs(folder, mode=0o700)
             digest = _copy_hashed(source, temporary)
             # over one that is there, too: that may be damaged, and this one is not
@@ -65,9 +70,13 @@ class ObjectStore:
         try:
             intact = sha256_file(path) == digest
         except OSError as error:
-            raise RollbackError(f"backup {path} cannot be read: {error.strerror}") from error
+            raise RollbackError(
+                f"backup {path} cannot be read: {error.strerror}", hint=_TAKE_ANOTHER
+            ) from error
         if not intact:
-            raise RollbackError(f"backup {path} is damaged: its SHA-256 is not its name")
+            raise RollbackError(
+                f"backup {path} is damaged: its SHA-256 is not its name", hint=_TAKE_ANOTHER
+            )
         return path
 
     def keep_only(self, digests: AbstractSet[str]) -> None:

@@ -22,6 +22,7 @@ from gpuguard.apply.actions import (
     RebuildInitramfs,
     RemoveFile,
 )
+from gpuguard.apply.backups import discard
 from gpuguard.apply.execute import DEPMOD_OUTPUTS, execute
 from gpuguard.apply.journal import Journal, JournalState
 from gpuguard.apply.objects import ObjectStore
@@ -100,6 +101,8 @@ def recover(host: Host) -> Recovery | None:
         return None
     if not state.committed:
         _undo_all(state, host)
+        if state.backup is not None:
+            discard(host, state.backup)  # nothing changed: nothing to go back to
     _finish(host, journal, state)
     return Recovery(
         verb=state.verb,

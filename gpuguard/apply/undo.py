@@ -84,7 +84,11 @@ def look(path: str, host: Host, store: ObjectStore) -> Undo:
     if stat.S_ISLNK(status.st_mode):
         return LinkBefore(path=path, target=str(real.readlink()))
     if not stat.S_ISREG(status.st_mode):
-        raise StateError(f"{path} is neither a file nor a link: not touched", code="odd-file")
+        raise StateError(
+            f"{path} is neither a file nor a link: not touched",
+            code="odd-file",
+            hint=f"see what it is, and move it away: ls -ld {path}",
+        )
     return FileBefore(
         path=path,
         digest=store.add(real),

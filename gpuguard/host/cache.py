@@ -73,7 +73,7 @@ def _key(path: Path) -> str:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         if os.geteuid() == 0 and writable_by_others(file, frozenset({0})):
             return {}
         document = json.loads(file.read_bytes())

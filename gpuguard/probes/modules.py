@@ -116,6 +116,9 @@ def _ask_modprobe(host: Host, release: str, names: Iterable[str]) -> dict[str, s
 def _show_depends(
     host: Host, release: str, names: Iterable[str], *, ignore_install: bool
 ) -> tuple[list[str], list[str]]:
+    index = host.path(f"{module_tree(release)}/modules.dep.bin")
+    if index.exists() and not os.access(index, os.R_OK):  # modprobe takes it for an empty one
+        raise ProbeError(f"{host.inside(index)} cannot be read", code="modules-dep-unreadable")
     options: list[str] = []
     if not host.is_live:
         options += ["-d", str(host.root)]
@@ -142,14 +145,22 @@ def competing_files(host: Host, release: str) -> list[str]:
     """Every file below the module tree that is an NVIDIA module by its name, sorted.
 
     modules.dep names only the winner (CASES C15), so the tree itself is walked.
+
+    Raises:
+        ProbeError: a folder of the tree cannot be read: what is in it may compete.
     """
     top = host.path(module_tree(release))
     found = []
-    for folder, dirs, files in os.walk(top):
+    for folder, dirs, files in os.walk(top, onerror=_could_not_look):
         dirs[:] = [d for d in dirs if not (folder == str(top) and d in ("build", "source"))]
         names = (name for name in files if name.startswith("nvidia") and _FILE_NAME.match(name))
         found += [f"{folder}/{name}" for name in names]  # no Path: 4,000 files a kernel
     return sorted(host.inside(Path(path)) for path in found)
+
+
+def _could_not_look(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise ProbeError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def read_module_file(host: Host, path: str, cache: FileCache) -> ModuleFile:
