@@ -101,9 +101,11 @@ class LocalHost:
         on_line: Callable[[str], None] | None,
     ) -> Completed:
         with Leash() as leash, _opened(Path(os.devnull), "rb") as nothing:
-            kwargs |= {"_in": nothing, "_out": leash.out, "_err": leash.err}
+            kwargs["_in"] = nothing
             if on_line is not None:
-                kwargs |= {"_err": None, **_to_lines(on_line)}
+                kwargs |= _to_lines(on_line)
+            else:
+                kwargs |= {"_out": leash.out, "_err": leash.err}
             kwargs["_pass_fds"] |= {leash.holder}
             child = self._spawn(command, kwargs)
             leash.started()
@@ -111,6 +113,8 @@ class LocalHost:
                 self._wait(child, command, deadline, grace / 2)
             except CommandTimeoutError as error:
                 error.left = leash.pull_in(grace / 2)
+                if not error.left and leash.anyone_left():
+                    error.left = (child.pid,)  # another user's: we may not see what it holds
                 error.abandoned = bool(error.left)
                 raise
             if leash.anyone_left():
