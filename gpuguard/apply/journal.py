@@ -96,7 +96,7 @@ class Journal:
             release=str(header.get("release")),
             started=str(header.get("started")),
             backup=header.get("backup"),
-            undos=tuple(from_json(d) for d in rest if d.get("op") != "commit"),
+            undos=_undos(rest),
             committed=any(d.get("op") == "commit" for d in rest),
         )
 
@@ -117,6 +117,13 @@ class Journal:
                 code="journal-unwritable",
                 hint="make room or make it writable; without a journal nothing is changed",
             ) from error
+
+
+def _undos(documents: list[dict[str, Any]]) -> tuple[Undo, ...]:
+    try:
+        return tuple(from_json(d) for d in documents if d.get("op") != "commit")
+    except ValueError as error:
+        raise _unreadable(str(error)) from error
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -155,16 +155,14 @@ def from_json(document: dict[str, Any]) -> Undo:
     """The reverse; unknown extra keys are ignored.
 
     Raises:
-        StateError: not a journal line of ours.
+        ValueError: not a journal line of ours.
     """
     try:
         cls = _KINDS[document["op"]]
         fields = {name: document[name] for name in cls.__dataclass_fields__}
         return cls(**fields)
     except (KeyError, TypeError) as error:
-        raise StateError(
-            f"journal line not understood: {error}", code="journal-unreadable"
-        ) from error
+        raise ValueError(f"a line lacks {error}") from error
 
 
 def _put_back_file(undo: FileBefore, host: Host, store: ObjectStore) -> None:
