@@ -12,6 +12,7 @@ from gpuguard.config_file import read_config
 from gpuguard.core.doctor import Diagnosis, doctor_document
 from gpuguard.core.doctor_check import Check, CheckState
 from gpuguard.core.findings import Finding, Verdict
+from gpuguard.errors import ProbeError, StateError
 from gpuguard.verbs.doctor import examine
 
 _MARKS = {
@@ -29,7 +30,11 @@ def doctor(ctx: typer.Context) -> None:
     """
     context: Context = ctx.obj
     config = read_config(context.host, context.config_file)
-    diagnosis = examine(context.host, config)
+    try:
+        diagnosis = examine(context.host, config)
+    except StateError as error:
+        error.exit_status = ProbeError.exit_status  # for a verb that looks it means: unknown
+        raise
     if context.json:
         context.print_json(doctor_document(diagnosis))
     else:

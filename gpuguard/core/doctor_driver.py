@@ -105,6 +105,9 @@ def check_flavour(facts: DoctorFacts, assessment: Assessment | None) -> Check:
     return conclude("flavour", f"{flavour} kernel modules", causes)
 
 
+_GRANT_CODES = ("p2p-", "card-missing", "card-unreachable")
+
+
 def check_grant(facts: DoctorFacts, assessment: Assessment | None) -> Check:
     """What the driver grants: P2P over every ordered pair. A grant is no proof."""
     if not isinstance(facts.host, HostFacts) or assessment is None:
@@ -112,7 +115,7 @@ def check_grant(facts: DoctorFacts, assessment: Assessment | None) -> Check:
     p2p = facts.host.p2p
     if p2p.source is None and facts.host.driver.loaded is None:
         return not_applicable("grant", "no driver is loaded")
-    found = [f for f in assessment.findings if f.subject == "p2p" or f.code.startswith("p2p-")]
+    found = [f for f in assessment.findings if f.code.startswith(_GRANT_CODES)]
     source = {"nvml": "NVML", "nvidia-smi": "nvidia-smi topo -p2p"}.get(p2p.source or "", "NVML")
     fine = f"{len(p2p.pairs)} of {len(p2p.pairs)} ordered pairs ({source})"
     return conclude("grant", fine, [_as_cause(f, source) for f in found])

@@ -170,7 +170,7 @@ class DoctorFacts:
     cards: tuple[CardFacts, ...] | Unread
     has_module_trees: bool = True
     nvml_problem: str | None = None
-    excluded: frozenset[str] = frozenset()  # bus ids and UUIDs that the configuration leaves out
+    excluded: frozenset[str] = frozenset()  # bus ids that the configuration leaves out
     params: tuple[tuple[str, str], ...] | Unread | None = None
     options: tuple[ModuleOption, ...] | Unread = ()
     loaded_modules: tuple[str, ...] | Unread = ()  # canonical names
@@ -191,6 +191,5 @@ class DoctorFacts:
         return tuple(card for card in self.cards if not self.is_excluded(card))
 
     def is_excluded(self, card: CardFacts) -> bool:
-        """True if the configuration leaves this card out, by bus id or UUID."""
-        uuid = card.nvml.uuid if card.nvml else ""
-        return card.bus_id in self.excluded or uuid in self.excluded
+        """True if the configuration leaves this card out."""
+        return card.bus_id in self.excluded

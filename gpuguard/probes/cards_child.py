@@ -14,6 +14,10 @@ from types import ModuleType
 from typing import Any
 
 _NVLINKS = 18  # NVML_NVLINK_MAX_LINKS
+_PROCESS_LISTS = (
+    "nvmlDeviceGetComputeRunningProcesses",
+    "nvmlDeviceGetGraphicsRunningProcesses",
+)
 _ACTIVE = 1  # NVML_FEATURE_ENABLED
 
 
@@ -59,11 +63,8 @@ def _card(nvml: ModuleType, handle: Any) -> dict[str, Any]:
         "processes": sorted(
             {
                 int(process.pid)
-                for question in (
-                    nvml.nvmlDeviceGetComputeRunningProcesses,
-                    nvml.nvmlDeviceGetGraphicsRunningProcesses,
-                )
-                for process in ask(lambda question=question: question(handle)) or ()  # type: ignore[misc]
+                for name in _PROCESS_LISTS
+                for process in ask(lambda name=name: getattr(nvml, name)(handle)) or ()  # type: ignore[misc]
             }
         ),
     }

@@ -11,7 +11,8 @@ from gpuguard.core.doctor_facts import NvmlCard
 from gpuguard.errors import CommandError, ProbeError
 from gpuguard.host.port import Host
 from gpuguard.host.reading import read_text
-from gpuguard.probes.driver import library_folders
+from gpuguard.probes.guard import guarded
+from gpuguard.probes.nvidia_smi import library_path
 from gpuguard.probes.p2p import normal_bus_id
 
 _LOADED = "/proc/driver/nvidia/version"
@@ -23,10 +24,14 @@ def probe_nvml_cards(host: Host) -> tuple[dict[str, NvmlCard], str | None]:
     try:
         if read_text(host, _LOADED) is None:
             return {}, "no NVIDIA driver is loaded"
-        done = host.run(
-            sys.executable, "-P", "-m", "gpuguard.probes.cards_child",
-            timeout=_DEADLINE, env=_environment(host),
-        )  # fmt: skip
+        env = _environment(host)
+        if not host.is_live and not env["LD_LIBRARY_PATH"]:
+            return {}, "there is no libnvidia-ml.so.1 below this root"
+        with guarded(host, wait=_DEADLINE) as guard:
+            done = guard.run(
+                sys.executable, "-P", "-m", "gpuguard.probes.cards_child",
+                timeout=_DEADLINE, env=env,
+            )  # fmt: skip
         return _decode(json.loads(done.stdout))
     except (CommandError, ProbeError) as error:
         return {}, error.message
@@ -48,8 +53,5 @@ def _environment(host: Host) -> dict[str, str]:
     # library is that of the root.
     env = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     if not host.is_live:
-        folders = (host.path(folder) for folder in library_folders(host))
-        real = ((folder, (folder / "libnvidia-ml.so.1").resolve()) for folder in folders)
-        inside = (str(folder) for folder, file in real if file.is_relative_to(host.root))
-        env["LD_LIBRARY_PATH"] = os.pathsep.join(inside)
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(library_path(host))
     return env

@@ -9,6 +9,7 @@ from gpuguard.core.doctor_facts import Unread
 from gpuguard.errors import CommandError, ProbeError
 from gpuguard.host.port import Host
 from gpuguard.host.reading import list_dir, read_text
+from gpuguard.probes.guard import Guard, OutstandingError, guarded
 
 PARAMS = "/proc/driver/nvidia/params"
 GPUS = "/proc/driver/nvidia/gpus"
@@ -54,17 +55,28 @@ def parse_information(text: str) -> CardInformation:
 def probe_information(host: Host) -> dict[str, CardInformation]:
     """PCI address -> what the driver tells; empty without a driver."""
     try:
-        return {address: _information(host, address) for address in list_dir(host, GPUS)}
+        addresses = list_dir(host, GPUS)
+        if not host.is_live or not addresses:
+            return {address: _of_tree(host, address) for address in addresses}
+        # The driver asks the card for it and may wait for ever: only a child may hang.
+        with guarded(host, wait=_DEADLINE) as guard:
+            return {address: _ask(guard, address) for address in addresses}
+    except OutstandingError:
+        return dict.fromkeys(addresses, _UNTOLD)
     except ProbeError:
         return {}
 
 
-def _information(host: Host, address: str) -> CardInformation:
-    path = f"{GPUS}/{address}/information"
+_UNTOLD = CardInformation(None, None, excluded=False)
+
+
+def _of_tree(host: Host, address: str) -> CardInformation:
+    return parse_information(read_text(host, f"{GPUS}/{address}/information") or "")
+
+
+def _ask(guard: Guard, address: str) -> CardInformation:
     try:
-        if not host.is_live:
-            return parse_information(read_text(host, path) or "")
-        # The driver asks the card for it and may wait for ever: only a child may hang.
-        return parse_information(host.run("cat", path, timeout=_DEADLINE).stdout)
+        done = guard.run("cat", f"{GPUS}/{address}/information", timeout=_DEADLINE)
     except (CommandError, ProbeError):
-        return CardInformation(None, None, excluded=False)
+        return _UNTOLD
+    return parse_information(done.stdout)

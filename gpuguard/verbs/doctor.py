@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from datetime import datetime
 
+from gpuguard.accepted import read_accepted
 from gpuguard.config import Config
 from gpuguard.core.doctor import Diagnosis, diagnose
 from gpuguard.core.doctor_facts import DoctorFacts, Unread
@@ -17,7 +18,6 @@ from gpuguard.probes.iommu import probe_iommu
 from gpuguard.probes.kernel_log import probe_kernel_log
 from gpuguard.probes.modprobe_options import probe_options
 from gpuguard.probes.nodes import probe_loaded_modules, probe_missing_nodes
-from gpuguard.probes.p2p import normal_bus_id
 from gpuguard.probes.params import probe_information, probe_params
 from gpuguard.probes.pci import probe_cards
 from gpuguard.probes.serving_env import probe_serving
@@ -29,8 +29,13 @@ _BTIME = re.compile(r"^btime (\d+)$", re.MULTILINE)
 
 
 def examine(host: Host, config: Config | None) -> Diagnosis:
-    """Look at everything and judge it; nothing is changed."""
-    return diagnose(collect(host, config), policy_of(config))
+    """Look at everything and judge it; nothing is changed.
+
+    Raises:
+        StateError: the accepted P2P state is there and cannot be read.
+    """
+    policy = policy_of(config, read_accepted(host))
+    return diagnose(collect(host, config), policy)
 
 
 def collect(host: Host, config: Config | None) -> DoctorFacts:
@@ -47,7 +52,7 @@ def collect(host: Host, config: Config | None) -> DoctorFacts:
         cards=cards,
         has_module_trees=_has_module_trees(host),
         nvml_problem=nvml_problem,
-        excluded=_excluded(config),
+        excluded=frozenset(config.p2p.exclude if config is not None else ()),
         params=probe_params(host),
         options=probe_options(host),
         loaded_modules=probe_loaded_modules(host),
@@ -75,14 +80,6 @@ def _has_module_trees(host: Host) -> bool:
         return real_path(host, "/lib/modules") is not None
     except ProbeError:
         return True
-
-
-def _excluded(config: Config | None) -> frozenset[str]:
-    if config is None:
-        return frozenset()
-    # The key came after this verb; a configuration without it leaves nothing out.
-    names: tuple[str, ...] = tuple(getattr(config.p2p, "exclude", ()))
-    return frozenset(name if name.startswith("GPU-") else normal_bus_id(name) for name in names)
 
 
 def _boot_time(host: Host) -> float | None:
