@@ -17,6 +17,7 @@ readonly DEMO_PACKAGES=(
 )
 readonly TEST_PACKAGES=(
     fakeroot mmdebstrap initramfs-tools-core     # system roots and initial RAM disks
+    linux-base                                   # linux-version, the order of kernels
     shellcheck man-db mandoc                     # linters that are no Python packages
     hyperfine
 )
