@@ -13,10 +13,11 @@ readonly DEMO_PACKAGES=(
     dkms kmod gcc libc6-dev make patch git       # build modules as the host would
     libelf-dev                                   # objtool of unpacked kernel headers needs libelf
     binutils openssl xz-utils zstd cpio          # look into, sign and compress them
+    fakeroot                                     # dkms on a tree that is not root's
     ca-certificates
 )
 readonly TEST_PACKAGES=(
-    fakeroot mmdebstrap initramfs-tools-core     # system roots and initial RAM disks
+    mmdebstrap initramfs-tools-core              # system roots and initial RAM disks
     linux-base                                   # linux-version, the order of kernels
     shellcheck man-db mandoc                     # linters that are no Python packages
     hyperfine
