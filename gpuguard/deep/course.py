@@ -12,12 +12,14 @@ from itertools import permutations
 from typing import Any
 
 from gpuguard.core.deep_facts import DeepCard, DeepFacts, DeepPair, Workload
+from gpuguard.core.virtual import guest_of
 from gpuguard.deep.allreduce import run_allreduce
 from gpuguard.deep.collect import Collector
 from gpuguard.deep.spans import fitting, make_spans
-from gpuguard.deep.supervise import CHILD, COMMAND, Deadlines, Ending, Supervisor
-from gpuguard.deep.workloads import command_line, find_workloads
+from gpuguard.deep.supervise import COMMAND, Deadlines, Ending, Supervisor
+from gpuguard.deep.workloads import find_workloads
 from gpuguard.host.port import Host
+from gpuguard.probes.guard import OutstandingError, guarded
 from gpuguard.probes.virt import probe_virt
 
 DEFAULT_SIZE = 256 << 20
@@ -68,11 +70,25 @@ def run_course(
 ) -> DeepFacts:
     """Everything that a deep check finds out."""
     collector = Collector()
-    supervisor = Supervisor(host, collector, request.deadlines, command=command, progress=progress)
+    try:
+        with guarded(host, wait=request.deadlines.look) as guard:
+            supervisor = Supervisor(
+                guard, collector, request.deadlines, command=command, progress=progress
+            )
+            return _run(host, request, supervisor, collector)
+    except OutstandingError as error:
+        remedy = "it holds the cards until it ends; that may take a reboot"
+        problem = _Problem(code=error.code, text=error.message, remedy=remedy)
+        return DeepFacts(virtualised=_virtualised(host), **problem.as_facts())
+
+
+def _run(
+    host: Host, request: DeepRequest, supervisor: Supervisor, collector: Collector
+) -> DeepFacts:
     looked = supervisor.run({"mode": "look"})
     workloads = tuple(find_workloads(host, collector.processes))
     common: dict[str, Any] = {"workloads": workloads, "virtualised": _virtualised(host)}
-    if (problem := _refusal(host, request, looked, workloads)) is not None:
+    if (problem := _refusal(request, looked, workloads)) is not None:
         cards = collector.chosen(request.only)
         return DeepFacts(cards=cards, **common, **problem.as_facts())
     common["spans"] = make_spans(fitting(request.size_bytes, collector.cards.values()))
@@ -87,18 +103,11 @@ def run_course(
 
 
 def _refusal(
-    host: Host, request: DeepRequest, looked: Ending, workloads: Sequence[Workload]
+    request: DeepRequest, looked: Ending, workloads: Sequence[Workload]
 ) -> _Problem | None:
     if looked.hang:
         text = f"NVML hangs: {looked.problem}"
         return _Problem(code="deep-hang-at-start", text=text, remedy=_LOOK_AT_DRIVER)
-    for workload in workloads:
-        if CHILD in command_line(host, workload.pid):
-            return _Problem(
-                code="deep-child-stuck",
-                text=f"a child of an earlier check still hangs (pid {workload.pid})",
-                remedy="it holds the cards until it ends; that may take a reboot",
-            )
     if not workloads or request.beside_workloads:
         return None
     return _Problem(
@@ -145,6 +154,5 @@ def _facts(
 
 
 def _virtualised(host: Host) -> str | None:
-    """The product a hypervisor shows; None on real hardware."""
-    virt = probe_virt(host)
-    return (virt.product or "a virtual machine") if virt.hypervisor else None
+    """The virtual machine's name; None on real hardware."""
+    return guest_of(probe_virt(host))

@@ -15,10 +15,11 @@ from typing import Any
 
 from gpuguard.deep.collect import Collector
 from gpuguard.errors import CommandError, CommandTimeoutError
-from gpuguard.host.port import Deadline, Host
+from gpuguard.host.port import Deadline
+from gpuguard.probes.guard import Guard, OutstandingError
 
-CHILD = "gpuguard.deep.child"
-COMMAND = (sys.executable, "-P", "-m", CHILD)  # -P: never import from the working directory
+COMMAND = (sys.executable, "-P", "-m", "gpuguard.deep.child")  # -P: not from the working directory
+_GRACE = 10.0  # after KILL the driver takes seconds to tear contexts and memory down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,14 @@ class Supervisor:
 
     def __init__(
         self,
-        host: Host,
+        guard: Guard,
         collector: Collector,
         deadlines: Deadlines,
         *,
         command: Sequence[str] = COMMAND,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        self._host = host
+        self._guard = guard
         self._collector = collector
         self._deadlines = deadlines
         self._command = tuple(command)
@@ -71,15 +72,15 @@ class Supervisor:
         deadline = Deadline(self._deadlines.start)
         self._collector.begin()
         try:
-            self._host.run(
-                *self._command, json.dumps(request), timeout=deadline, ok=None,
+            self._guard.run(
+                *self._command, json.dumps(request), timeout=deadline, grace=_GRACE,
                 env=_environment() | dict(env or {}),
                 on_line=lambda line: self._take(line, deadline),
             )  # fmt: skip
             ending = Ending(None if self._collector.ended else "the child ended early")
         except CommandTimeoutError as error:
             ending = self._hang(deadline, error)
-        except CommandError as error:
+        except (CommandError, OutstandingError) as error:
             ending = Ending(error.message)
         if ending.problem is not None:
             self._collector.close(ending.problem, hang=ending.hang)

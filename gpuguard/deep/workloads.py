@@ -21,23 +21,17 @@ _NO_WORK = frozenset({"nvidia-persiste", "nvidia-persistenced"})  # /proc/*/comm
 
 def find_workloads(host: Host, nvml_processes: Mapping[int, Sequence[str]]) -> list[Workload]:
     """Compute processes, other than this one; by pid."""
+    mine = os.getpid()
     found = {
         pid: Workload(pid=pid, name=process_name(host, pid), source="nvml")
         for pid in nvml_processes
+        if pid != mine
     }
     for pid in _holders(host):
         name = process_name(host, pid)
-        if pid not in found and pid != os.getpid() and name not in _NO_WORK:
+        if pid not in found and pid != mine and name not in _NO_WORK:
             found[pid] = Workload(pid=pid, name=name, source=_UVM)
     return [found[pid] for pid in sorted(found)]
-
-
-def command_line(host: Host, pid: int) -> str:
-    """A process's words; empty if it is gone."""
-    with suppress(OSError):
-        words = host.path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0")
-        return words.replace(b"\0", b" ").decode("utf-8", "replace")
-    return ""
 
 
 def process_name(host: Host, pid: int) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,8 +43,22 @@ class Guard:
         self._lock = lock
         self._stuck: OutstandingError | None = None
 
-    def run(self, *argv: str, timeout: float | Deadline, env: Mapping[str, str] = {}) -> Completed:
+    def run(
+        self,
+        *argv: str,
+        timeout: float | Deadline,
+        env: Mapping[str, str] = {},
+        on_line: Callable[[str], None] | None = None,
+        grace: float = _GRACE,
+    ) -> Completed:
         """Run a program; its exit status is not judged.
+
+        Args:
+            *argv: program and arguments.
+            timeout: see ``Host.run``.
+            env: likewise.
+            on_line: likewise.
+            grace: likewise; a process with CUDA contexts takes seconds to die.
 
         Raises:
             OutstandingError: one that was run before hangs and cannot be killed.
@@ -55,8 +69,9 @@ class Guard:
         descriptors = () if self._lock is None else (self._lock,)
         try:
             return self._host.run(
-                *argv, timeout=timeout, env=env, ok=None, grace=_GRACE, pass_fds=descriptors
-            )
+                *argv, timeout=timeout, env=env, ok=None, on_line=on_line, grace=grace,
+                pass_fds=descriptors,
+            )  # fmt: skip
         except CommandTimeoutError as error:
             if error.left:
                 self._stuck = self._remember(error.left[0], argv)
