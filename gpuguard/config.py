@@ -148,6 +148,8 @@ class P2pConfig:
     gpus: tuple[Card, ...] = ()
     groups: tuple[Annotated[tuple[Card, ...], Field(min_length=2)], ...] = ()
     exclude: tuple[BusId, ...] = ()
+    # Share of the accepted bandwidth below which verify --deep warns.
+    regressed_below: Annotated[float, Field(gt=0, le=1)] = 0.8
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""

@@ -10,12 +10,23 @@ import typer
 
 from gpuguard.accepted import read_accepted
 from gpuguard.cli.context import Context
+from gpuguard.cli.deep_options import (
+    DEFAULT_MIB,
+    AllReduce,
+    Beside,
+    Deep,
+    DeepOptions,
+    Only,
+    Size,
+    deep_options,
+)
 from gpuguard.cli.matrix import matrices_text
 from gpuguard.cli.render import coloured, findings_text, table
+from gpuguard.core.deep_proof import proven_by
 from gpuguard.core.expectation import Origin
 from gpuguard.core.findings import Verdict
 from gpuguard.core.p2p import is_ok
-from gpuguard.core.verify import Verification, VerifyFacts
+from gpuguard.core.verify import Verification, VerifyFacts, refusal
 from gpuguard.core.verify import verify as judge
 from gpuguard.core.verify_document import verify_document
 from gpuguard.errors import ProbeError, StateError
@@ -24,6 +35,7 @@ from gpuguard.verbs.verify import DEFAULT_TIMEOUT, Accepted, accept, look_at_p2p
 
 if TYPE_CHECKING:
     from gpuguard.config import Config
+    from gpuguard.verbs.deep import DeepOutcome
 
 _ORIGIN = {
     Origin.CONFIGURATION: "the configuration says so",
@@ -46,6 +58,11 @@ def verify(
             help="How long NVML and nvidia-smi may take, each.",
         ),
     ] = DEFAULT_TIMEOUT,
+    deep: Deep = False,
+    size: Size = DEFAULT_MIB,
+    gpu: Only = None,
+    beside_workloads: Beside = False,
+    all_reduce: AllReduce = True,
 ) -> None:  # fmt: skip
     """Check P2P over every ordered pair of cards against what is expected.
 
@@ -53,25 +70,66 @@ def verify(
     configuration says (p2p.gpus, groups, expected_gpus), else the accepted state, else every
     card on the PCI bus. Needs no root, --accept does. Exit status: 0 every expected pair is
     OK, 1 looked at and not healthy, 3 could not look.
+
+    A grant is the driver's word. --deep proves it: copy engines and kernels move bytes over
+    every ordered pair, and the card at the other end compares them. It needs
+    pip install 'gpuguard[deep]', and takes seconds per pair.
     """
     context: Context = ctx.obj
-    facts = _look(context, timeout)
+    options = deep_options(
+        deep=deep, mib=size, only=gpu, beside=beside_workloads, all_reduce=all_reduce
+    )
+    config = _config(context)
+    facts = _look(context, config, timeout)
     verification = judge(facts)
+    outcome = None
+    if options is not None:
+        outcome = _move_bytes(context, config, options, verification, keep=keep)
+        verification = proven_by(verification, outcome.judgement)
+        keep = keep and outcome.judgement.healthy is True
     accepted = accept(context.host, verification) if keep else None
     if accepted is not None and facts.expected.origin is not Origin.CONFIGURATION:
         expected = replace(accepted.expectation, exclude=facts.expected.exclude)
         facts = replace(facts, expected=expected)
         verification = judge(facts)
+        if outcome is not None:
+            verification = proven_by(verification, outcome.judgement)
     if context.json:
         document = verify_document(facts, verification)
+        if outcome is not None:
+            document |= {"proven": outcome.judgement.healthy is True, "deep": outcome.document}
         context.print_json({**document, "accepted_now": accepted is not None})
     else:
-        typer.echo(verify_text(facts, verification, accepted))
+        typer.echo(verify_text(facts, verification, accepted, outcome))
     raise typer.Exit(verification.exit_status)
 
 
+def _move_bytes(
+    context: Context,
+    config: Config | None,
+    options: DeepOptions,
+    verification: Verification,
+    *,
+    keep: bool,
+) -> DeepOutcome:
+    from gpuguard.cli.deep import run_deep
+    from gpuguard.core.deep_findings import DEFAULT_REGRESSED_BELOW
+
+    grant = verification.grant
+    return run_deep(
+        context.host,
+        options,
+        expected=None if grant.p2p.source is None else grant.expected.expected_pairs(grant.seen),
+        accept=keep and refusal(verification) is None,
+        regressed_below=config.p2p.regressed_below if config else DEFAULT_REGRESSED_BELOW,
+    )
+
+
 def verify_text(
-    facts: VerifyFacts, verification: Verification, accepted: Accepted | None = None
+    facts: VerifyFacts,
+    verification: Verification,
+    accepted: Accepted | None = None,
+    outcome: DeepOutcome | None = None,
 ) -> str:
     """Matrix, what was expected and seen, findings."""
     verdict = verification.verdict
@@ -79,7 +137,11 @@ def verify_text(
     if verification.grant.p2p.gpus:
         parts.append(matrices_text(facts.answers, verification.grant))
         parts.append(table(list(_card_rows(verification))))
-    parts.append(table(list(_summary(facts, verification))))
+    parts.append(table(list(_summary(facts, verification, outcome))))
+    if outcome is not None:
+        from gpuguard.cli.deep import deep_text
+
+        parts.append(deep_text(outcome))
     if verification.findings:
         parts.append(findings_text(verification.findings))
     if accepted is not None:
@@ -87,8 +149,7 @@ def verify_text(
     return "\n\n".join(parts)
 
 
-def _look(context: Context, timeout: float) -> VerifyFacts:
-    config = _config(context)
+def _look(context: Context, config: Config | None, timeout: float) -> VerifyFacts:
     try:
         expected = expectation_of(config, read_accepted(context.host))
         return look_at_p2p(context.host, expected, timeout=timeout)
@@ -110,7 +171,9 @@ def _card_rows(verification: Verification) -> Iterator[list[str]]:
         yield [f"GPU{gpu.index}", gpu.pci_bus_id or "-", gpu.uuid, gpu.name]
 
 
-def _summary(facts: VerifyFacts, verification: Verification) -> Iterator[list[str]]:
+def _summary(
+    facts: VerifyFacts, verification: Verification, outcome: DeepOutcome | None
+) -> Iterator[list[str]]:
     grant = verification.grant
     expected = grant.expected.expected_pairs(grant.seen)
     number = "?" if grant.expected.number is None else str(grant.expected.number)
@@ -131,7 +194,7 @@ def _summary(facts: VerifyFacts, verification: Verification) -> Iterator[list[st
         yield ["PCI bus", f"{count} cards" + (f", {out} excluded" if out else "")]
     yield ["module", f"{facts.driver.loaded or 'none'} ({facts.loaded})"]
     yield ["machine", f"virtual ({facts.guest})" if facts.guest else "not virtual"]
-    if grant.p2p.source is not None:
+    if grant.p2p.source is not None and outcome is None:
         yield ["data path", "not checked: the driver's word only (--deep moves bytes)"]
 
 

@@ -94,19 +94,14 @@ def judge_pairs(
 def conclude(
     facts: DeepFacts, pairs: tuple[PairVerdict, ...], findings: Iterable[Finding]
 ) -> DeepJudgement:
-    """Healthy needs every ordered pair of all cards, and at least two cards."""
+    """Healthy needs every expected ordered pair, and at least one of them."""
     listed = tuple(findings)
     verdict = verdict_of(listed)
-    real = [pair for pair in pairs if pair.pair.src != pair.pair.dst]
-    complete = len(real) == len(facts.cards) * (len(facts.cards) - 1) > 0
-    bad = any(
-        p.pair.grant is False or p.verdict not in (DeepVerdict.OK, DeepVerdict.INCONCLUSIVE)
-        for p in pairs
-    )
+    real = [p for p in pairs if p.pair.src != p.pair.dst and facts.expects(p.pair)]
     healthy: bool | None = None
-    if verdict is Verdict.CRITICAL or bad:
+    if verdict is Verdict.CRITICAL:
         healthy = False
-    elif verdict is not Verdict.UNKNOWN and complete and all(p.verified for p in real):
+    elif verdict is not Verdict.UNKNOWN and real and all(p.verified for p in real):
         healthy = True
     return DeepJudgement(pairs=pairs, findings=listed, verdict=verdict, healthy=healthy)
 

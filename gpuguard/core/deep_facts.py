@@ -162,6 +162,7 @@ class DeepFacts:
     spans: tuple[Span, ...] = ()
     pairs: tuple[DeepPair, ...] = ()
     self_tests: tuple[DeepPair, ...] = ()
+    expected: tuple[tuple[str, str], ...] | None = None  # pairs that must work; None: all
     collective: CollectiveFacts | None = None
     workloads: tuple[Workload, ...] = ()
     virtualised: str | None = None
@@ -169,3 +170,7 @@ class DeepFacts:
     problem_code: str = ""
     remedy: str = ""
     evidence: tuple[tuple[str, str], ...] = ()
+
+    def expects(self, pair: DeepPair) -> bool:
+        """Must this pair work: between groups of cards of several generations none need."""
+        return self.expected is None or (pair.src, pair.dst) in self.expected

@@ -50,10 +50,14 @@ _MEANING = {
 }
 
 Name = Callable[[str], str]
+DEFAULT_REGRESSED_BELOW = 0.8
 
 
 def judge(
-    facts: DeepFacts, baseline: Baseline | None = None, *, regressed_below: float = 0.8
+    facts: DeepFacts,
+    baseline: Baseline | None = None,
+    *,
+    regressed_below: float = DEFAULT_REGRESSED_BELOW,
 ) -> DeepJudgement:
     """Judge the deep check.
 
@@ -89,7 +93,7 @@ def deep_findings(facts: DeepFacts, pairs: Sequence[PairVerdict]) -> Iterator[Fi
             remedy=facts.remedy,
             evidence=dict(facts.evidence),
         )
-    yield from _no_grant(pairs, name)
+    yield from _no_grant([pair for pair in pairs if facts.expects(pair.pair)], name)
     for verdict in _MEANING:
         yield from _of_verdict(verdict, pairs, name)
     yield from _regressed(pairs, name)

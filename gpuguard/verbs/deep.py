@@ -6,14 +6,14 @@ Needs the running system: bytes cannot be moved on a directory tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.core.deep import DeepJudgement
 from gpuguard.core.deep_document import deep_document
 from gpuguard.core.deep_facts import DeepFacts
-from gpuguard.core.deep_findings import judge
+from gpuguard.core.deep_findings import DEFAULT_REGRESSED_BELOW, judge
 from gpuguard.deep.baseline import read_baseline, write_baseline
 from gpuguard.deep.course import DeepRequest, run_course
 from gpuguard.deep.supervise import COMMAND
@@ -24,10 +24,11 @@ from gpuguard.verbs.clock import now
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepOutcome:
-    """Facts, judgement, and whether a baseline was written."""
+    """Facts, judgement, and whether a baseline was asked for and written."""
 
     facts: DeepFacts
     judgement: DeepJudgement
+    asked: bool = False
     accepted: bool = False
 
     @property
@@ -40,8 +41,9 @@ def deep_verify(
     host: Host,
     request: DeepRequest | None = None,
     *,
+    expected: Collection[tuple[str, str]] | None = None,
     accept: bool = False,
-    regressed_below: float = 0.8,
+    regressed_below: float = DEFAULT_REGRESSED_BELOW,
     progress: Callable[[str], None] | None = None,
     command: Sequence[str] = COMMAND,
 ) -> DeepOutcome:
@@ -50,6 +52,7 @@ def deep_verify(
     Args:
         host: the running system.
         request: what to do.
+        expected: ordered pairs of UUIDs that must work; None: all.
         accept: record the bandwidths as the baseline, unless something is wrong or unknown.
         regressed_below: share of the accepted bandwidth that is still fine.
         progress: called with the name of each step.
@@ -64,8 +67,10 @@ def deep_verify(
     # Whoever accepts anew does not need what was accepted before, readable or not.
     baseline = {} if accept else read_baseline(host)
     facts = run_course(host, request or DeepRequest(), progress=progress, command=command)
+    if expected is not None:
+        facts = replace(facts, expected=tuple(sorted(expected)))
     judgement = judge(facts, baseline, regressed_below=regressed_below)
     accepted = accept and judgement.healthy is True
     if accepted:
         write_baseline(host, facts.pairs, accepted=now())
-    return DeepOutcome(facts=facts, judgement=judgement, accepted=accepted)
+    return DeepOutcome(facts=facts, judgement=judgement, asked=accept, accepted=accepted)
