@@ -64,5 +64,6 @@ def _matrix(cells: _Cells, grant: Grant) -> str:
 def _cell(token: str, *, is_expected: bool) -> str:
     if not is_expected:
         return typer.style(token, dim=True)
-    colour = typer.colors.GREEN if token == "OK" else typer.colors.RED  # noqa: S105
-    return typer.style(token, fg=colour, bold=token != "OK")  # noqa: S105
+    if token == "OK":  # noqa: S105 - no secret
+        return typer.style(token, fg=typer.colors.GREEN)
+    return typer.style(token, fg=typer.colors.RED, bold=True)

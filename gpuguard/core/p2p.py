@@ -51,6 +51,12 @@ class Grant:
         """True if the driver answered that it has no card."""
         return self.p2p.source is None and self.p2p.reason == NO_DEVICES
 
+    @property
+    def short(self) -> int:
+        """How many expected cards are known to be missing; 0 also if nobody could look."""
+        looked = self.p2p.source is not None or self.sees_none
+        return self.expected.shortage(self.seen) if looked else 0
+
     def bad_pairs(self) -> tuple[P2pPair, ...]:
         """Expected pairs that are not OK in both directions of access."""
         expected = self.expected.expected_pairs(self.seen)
@@ -76,11 +82,10 @@ def is_ok(pair: P2pPair) -> bool:
 
 def p2p_healthy(grant: Grant) -> bool | None:
     """True only if every ordered pair of all expected cards is OK; None: nobody answered."""
-    short = grant.expected.shortage(grant.seen) > 0
-    if grant.p2p.source is None:
-        return False if short and grant.sees_none else None
-    if short or grant.p2p.lost:
+    if grant.short or grant.p2p.lost:
         return False
+    if grant.p2p.source is None:
+        return None
     if not grant.seen and grant.expected.number != 0:
         return None
     return not grant.bad_pairs() and not grant.unreported_pairs()
@@ -88,9 +93,8 @@ def p2p_healthy(grant: Grant) -> bool | None:
 
 def p2p_findings(grant: Grant) -> Iterator[Finding]:
     """Lost pairs, missing cards, and answers that could not be had."""
-    short = grant.expected.shortage(grant.seen)
-    if short and (grant.p2p.source is not None or grant.sees_none):
-        yield _missing(grant, short)
+    if grant.short:
+        yield _missing(grant, grant.short)
     elif grant.p2p.source is None or (not grant.seen and grant.expected.number != 0):
         yield _unknown(grant)
     yield from _unreachable(grant)
@@ -169,7 +173,7 @@ def _unseen(grant: Grant) -> list[str]:
 
 def _unreachable(grant: Grant) -> Iterator[Finding]:
     """Cards that the driver knows of and cannot reach, unless they are counted as missing."""
-    if grant.expected.shortage(grant.seen):
+    if grant.short:
         named = {_place(normal_card(c), grant) for c in grant.expected.missing(grant.seen)}
         lost = [e for e in grant.p2p.lost if e[0] in grant.on_bus and e[0] not in named]
         if not named:
