@@ -358,3 +358,22 @@ def test_no_text_makes_the_reader_stumble(text: str) -> None:
     document = parse_document(text, "x.yaml")
     assert isinstance(document, Document)
     assert document.data is None or isinstance(document.data, dict)
+
+
+@pytest.mark.parametrize(
+    ("p2p", "problem"),
+    [
+        ("{gpus: [GPU0]}", "p2p.gpus[0]: must be a UUID (GPU-...) or a PCI bus id"),
+        ("{exclude: [card 1]}", "p2p.exclude[0]: must be a PCI bus id"),
+        ("{gpus: ['01:00.0', '0000:01:00.0']}", "p2p: 0000:01:00.0 is named twice"),
+        ("{gpus: ['01:00.0'], expected_gpus: 2}", "p2p: expected_gpus is 2, gpus has 1"),
+        ("{groups: [['01:00.0']]}", "p2p.groups[0]: "),
+        ("{groups: [['01:00.0', '02:00.0'], ['02:00.0', '03:00.0']]}", "is named twice"),
+        ("{gpus: ['01:00.0'], exclude: ['01:00.0']}", "is expected and excluded"),
+    ],
+)
+def test_expected_cards_that_make_no_sense(tmp_path: Path, p2p: str, problem: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"source: {{path: /x}}\np2p: {p2p}\n")
+    with pytest.raises(InvalidConfigError) as caught:
+        load(LocalHost(tmp_path), "/c.yaml")
+    assert problem in caught.value.detail
