@@ -25,6 +25,7 @@ complains. gpuguard notices before the reboot, rebuilds, and can put everything 
   gpuguard verify              do the cards reach each other, every ordered pair
   gpuguard plan                what a rebuild would do
   gpuguard rebuild             do it
+  gpuguard reload              load the patched modules without a reboot
   gpuguard backups, rollback   put back what was there before
   gpuguard demo                watch the whole story on a simulated host
 
@@ -39,6 +40,7 @@ _VERBS = {
     "doctor": "gpuguard.cli.doctor:doctor",
     "plan": "gpuguard.cli.rebuild:plan",
     "rebuild": "gpuguard.cli.rebuild:rebuild",
+    "reload": "gpuguard.cli.reload:reload",
     "backups": "gpuguard.cli.backups:backups",
     "rollback": "gpuguard.cli.backups:rollback",
     "config": "gpuguard.cli.config:app",

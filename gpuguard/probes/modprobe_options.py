@@ -33,12 +33,34 @@ def probe_options(host: Host) -> tuple[ModuleOption, ...] | Unread:
     return tuple(found)
 
 
+def module_arguments(host: Host, module: str) -> tuple[str, ...]:
+    """``name=value`` words that modprobe would give one module, for those who use insmod.
+
+    Raises:
+        ProbeError: a configuration file cannot be read.
+    """
+    texts = (read_text(host, path) or "" for path in _files(host))
+    return tuple(
+        word
+        for text in texts
+        for name, words in _option_lines(text)
+        if canonical_name(f"{name}.ko") == module
+        for word in words
+    )
+
+
 def parse_options(text: str, source: str) -> Iterator[ModuleOption]:
     """``options nvidia NVreg_A=1 NVreg_B="x=1;y=2"``, also for ``nvidia-current*``."""
+    for module, words in _option_lines(text):
+        if is_nvidia(module):
+            yield from _options(words, source)
+
+
+def _option_lines(text: str) -> Iterator[tuple[str, list[str]]]:
     for line in text.replace("\\\n", " ").splitlines():
         words = _split(line)
-        if len(words) > 2 and words[0] == "options" and is_nvidia(words[1]):  # noqa: PLR2004
-            yield from _options(words[2:], source)
+        if len(words) > 2 and words[0] == "options":  # noqa: PLR2004
+            yield words[1], words[2:]
 
 
 def is_nvidia(module: str) -> bool:
