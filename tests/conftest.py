@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from tests import live
 
-pytest_plugins = [name for name in ("tests.kit", "tests.building", "tests.box") if importlib.util.find_spec(name)]
+pytest_plugins = ["tests.kit", "tests.building", "tests.box", "tests.initramfs_tool"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -50,6 +50,21 @@ def exclusive(host: Host, timeout: float) -> Iterator[None]:
         os.close(descriptor)  # releases the lock, also after a crash
 
 
+def is_held(host: Host) -> bool:
+    """True if a gpuguard is at work on this root; only looks, needs no rights."""
+    try:
+        descriptor = os.open(host.path(LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def wait_for_package_tools(host: Host, timeout: float) -> None:
     """Wait until no apt, dpkg or dkms works on this root.
 

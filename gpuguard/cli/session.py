@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import typer
 
 from gpuguard.apply.journal import Journal
-from gpuguard.apply.lock import exclusive, wait_for_package_tools
+from gpuguard.apply.lock import exclusive, is_held, wait_for_package_tools
 from gpuguard.apply.transaction import Recovery, recover
 from gpuguard.cli.context import Context
 from gpuguard.errors import PrivilegeError
@@ -56,6 +56,8 @@ def recovery_line(recovered: Recovery) -> str:
 
 def pending_note(context: Context) -> str | None:
     """For verbs that only look: say that an interrupted change waits for its clean-up."""
+    if is_held(context.host):
+        return "another gpuguard is at work; this is what it has made so far"
     state = Journal(context.host).read()
     if state is None:
         return None

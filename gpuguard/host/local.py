@@ -17,6 +17,7 @@ from gpuguard.host.files import fsync_dir, make_dirs, replace_atomically
 from gpuguard.host.leash import Leash
 from gpuguard.host.paths import resolve_in_root
 from gpuguard.host.port import BuildUser, Completed, Deadline
+from gpuguard.host.signals import HeldSignals
 
 if TYPE_CHECKING:
     import sh
@@ -81,8 +82,9 @@ class LocalHost:
                 kwargs |= _to_lines(on_line)
             elif sink is not None:
                 kwargs["_out"] = sink
-            child = self._spawn(command, kwargs)
-            self._wait(child, command, deadline)
+            with HeldSignals() as held:
+                child = self._spawn(command, kwargs)
+                self._wait(child, command, deadline, held)
         result = Completed(
             argv,
             int(child.exit_code),
@@ -107,10 +109,11 @@ class LocalHost:
             else:
                 kwargs |= {"_out": leash.out, "_err": leash.err}
             kwargs["_pass_fds"] |= {leash.holder}
-            child = self._spawn(command, kwargs)
-            leash.started()
             try:
-                self._wait(child, command, deadline, grace / 2)
+                with HeldSignals() as held:
+                    child = self._spawn(command, kwargs)
+                    leash.started()
+                    self._wait(child, command, deadline, held, grace / 2)
             except CommandTimeoutError as error:
                 error.left = leash.pull_in(grace / 2)
                 if not error.left and leash.anyone_left():
@@ -149,6 +152,7 @@ class LocalHost:
         child: sh.RunningCommand,
         command: tuple[str, ...],
         deadline: Deadline,
+        held: HeldSignals,
         grace: float = _GRACE_AFTER_KILL,
     ) -> None:
         # wait() in a thread: join() returns the moment it is done, and a child that
@@ -156,6 +160,7 @@ class LocalHost:
         waiter = threading.Thread(target=_swallow(child.wait), daemon=True)
         waiter.start()
         try:
+            held.let_go()
             while waiter.is_alive() and (left := deadline.left()) > 0:
                 waiter.join(min(left, _LOOK_AGAIN))  # it may have been moved nearer
         except BaseException:  # Ctrl-C, SIGTERM: leave no compiler behind

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from gpuguard.accepted import read_accepted
 from gpuguard.apply.journal import Journal
+from gpuguard.apply.lock import is_held
 from gpuguard.build.inputs import BuildInputs, InputsProbe
 from gpuguard.config import Config
 from gpuguard.core.assess import Assessment, assess
@@ -59,6 +60,8 @@ def look(
 
 
 def _interrupted(host: Host) -> str | None:
+    if is_held(host):
+        return None  # under way, not interrupted
     try:
         state = Journal(host).read()
     except StateError as error:
