@@ -62,8 +62,10 @@ def _codes_of(tree: ast.Module, part: str) -> Iterator[Code]:
             values = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
             if name == "_Refused":
                 values.append(node.args[0])
+            # decided in the core, and reported as an error: no finding
+            where = "verbs" if name == "Refusal" else part
             for value in values:
-                yield from (Code(text, part, _status(name, node)) for text in _texts(value, tree))
+                yield from (Code(text, where, _status(name, node)) for text in _texts(value, tree))
         elif isinstance(node, ast.ClassDef):
             for line in node.body:
                 if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "code":
@@ -93,6 +95,9 @@ def _status(name: str, call: ast.Call | None = None) -> int | None:
     if name == "Blocker":
         given = [k.value for k in call.keywords if k.arg == "exit_status"] if call else []
         return getattr(os, given[0].attr) if given and isinstance(given[0], ast.Attribute) else 69
+    if name == "Refusal":
+        busy = any(k.arg == "is_busy" for k in call.keywords) if call else False
+        return os.EX_TEMPFAIL if busy else os.EX_UNAVAILABLE
     status: int | None = getattr(getattr(errors, name, None), "exit_status", None)
     return status
 

@@ -34,7 +34,7 @@ _NOVA = ("nova", "nova_core", "nova_drm")
 def check_cards(facts: DoctorFacts) -> Check:
     """Are there cards at all, and does each have the nvidia driver."""
     if isinstance(facts.cards, Unread):
-        return conclude("cards", "", [not_read("cards", "cards", facts.cards)])
+        return conclude("cards", "", [not_read("cards", facts.cards, code="cards-unknown")])
     cards = facts.own_cards()
     if not facts.cards:
         return conclude("cards", "", [_no_cards()])
@@ -59,7 +59,7 @@ def _no_cards() -> Cause:
 def _driver_causes(card: CardFacts) -> Iterator[Cause]:
     source = f"{_DEVICES}/{card.bus_id}/driver"
     if isinstance(card.driver, Unread):
-        yield not_read("cards", card.bus_id, card.driver)
+        yield not_read(card.bus_id, card.driver, code="cards-unknown")
     elif card.driver is None:
         yield Cause(
             code="card-unbound",
@@ -119,7 +119,9 @@ def _iommu_causes(cards: Iterable[CardFacts]) -> Iterator[Cause]:
         if isinstance(kind, Unread):
             if kind.place not in unread:
                 unread.add(kind.place)
-                yield not_read("iommu", card.bus_id, kind, "is /sys mounted? run it on the host")
+                yield not_read(
+                    card.bus_id, kind, "is /sys mounted? run it on the host", code="iommu-unknown"
+                )
         elif kind in _TRANSLATING:
             yield _translating(card, kind)
         elif kind not in (None, "identity"):
@@ -161,7 +163,9 @@ def check_acs(facts: DoctorFacts) -> Check:
         return not_applicable("acs", without_cards(facts))
     if any(isinstance(card.driver, Unread) for card in cards):
         place = Unread(_DEVICES, "sysfs does not show every card")
-        return conclude("acs", "", [not_read("acs", "bridges", place, "run it on the host")])
+        return conclude(
+            "acs", "", [not_read("bridges", place, "run it on the host", code="acs-unknown")]
+        )
     above: dict[str, tuple[Bridge, list[str]]] = {}
     for card in cards:
         for bridge in card.bridges:
@@ -227,7 +231,7 @@ def _bar1_causes(card: CardFacts, nvml_problem: str | None) -> Iterator[Cause]:
     source = f"{_DEVICES}/{card.bus_id}/resource"
     size = card.bar1_bytes
     if size is None or isinstance(size, Unread):
-        yield not_read("bar1", card.bus_id, size or Unread(source, "nothing was read"))
+        yield not_read(card.bus_id, size or Unread(source, "nothing was read"), code="bar1-unknown")
     elif size == 0:
         yield Cause(
             code="bar1-unassigned",
@@ -241,7 +245,7 @@ def _bar1_causes(card: CardFacts, nvml_problem: str | None) -> Iterator[Cause]:
         yield _small_bar1(card, size, memory, source)
     elif memory is None:
         place = Unread("the memory size (NVML)", nvml_problem or "NVML does not list this card")
-        yield not_read("bar1", card.bus_id, place, "does nvidia-smi answer?")
+        yield not_read(card.bus_id, place, "does nvidia-smi answer?", code="bar1-unknown")
 
 
 def _small_bar1(card: CardFacts, size: int, memory: int | None, source: str) -> Cause:

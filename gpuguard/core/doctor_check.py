@@ -55,10 +55,10 @@ def not_applicable(name: str, why: str, notes: Iterable[str] = ()) -> Check:
     return Check(name=name, state=CheckState.NOT_APPLICABLE, summary=why, notes=tuple(notes))
 
 
-def not_read(name: str, subject: str, unread: Unread, remedy: str = "") -> Cause:
-    """The cause that stands for "could not look"; its code is ``<check>-unknown``."""
+def not_read(subject: str, unread: Unread, remedy: str = "", *, code: str) -> Cause:
+    """The cause that stands for "could not look"; its code ends in ``-unknown``."""
     return Cause(
-        code=f"{name}-unknown",
+        code=code,
         severity=Severity.UNKNOWN,
         subject=subject,
         message=f"{unread.place} could not be read: {unread.why}",

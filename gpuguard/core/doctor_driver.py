@@ -20,7 +20,7 @@ def check_module(facts: DoctorFacts, assessment: Assessment | None) -> Check:
     """The loaded module is ours, and fits userland, disk and firmware."""
     host = facts.host
     if isinstance(host, Unread):
-        return conclude("module", "", [not_read("module", "driver", host)])
+        return conclude("module", "", [not_read("driver", host, code="module-unknown")])
     notes = [] if facts.has_module_trees else [_NO_TREES]
     driver = host.driver
     if driver.loaded is None and driver.loaded_build_id is None:
@@ -39,7 +39,7 @@ def check_module(facts: DoctorFacts, assessment: Assessment | None) -> Check:
 
 def _not_loaded(facts: DoctorFacts) -> Cause:
     if isinstance(facts.loaded_modules, Unread):
-        return not_read("module", "driver", facts.loaded_modules, "is /sys mounted?")
+        return not_read("driver", facts.loaded_modules, "is /sys mounted?", code="module-unknown")
     return Cause(
         code="driver-not-loaded",
         severity=Severity.CRITICAL,
@@ -126,9 +126,9 @@ def check_options(facts: DoctorFacts) -> Check:
     if facts.params is None:
         return not_applicable("options", "no driver is loaded")
     if isinstance(facts.params, Unread):
-        return conclude("options", "", [not_read("options", "driver", facts.params)])
+        return conclude("options", "", [not_read("driver", facts.params, code="options-unknown")])
     if isinstance(facts.options, Unread):
-        return conclude("options", "", [not_read("options", "driver", facts.options)])
+        return conclude("options", "", [not_read("driver", facts.options, code="options-unknown")])
     live = dict(facts.params)
     wanted = {option.name: option for option in facts.options}
     causes = list(_option_causes(live, wanted.values()))
@@ -208,7 +208,7 @@ def check_nodes(facts: DoctorFacts) -> Check:
         return not_applicable("nodes", "no driver is loaded")
     missing = facts.missing_nodes
     if isinstance(missing, Unread):
-        return conclude("nodes", "", [not_read("nodes", "/dev", missing)])
+        return conclude("nodes", "", [not_read("/dev", missing, code="nodes-unknown")])
     causes = list(_node_causes(missing, facts))
     return conclude("nodes", "nvidiactl, nvidia-uvm and one node per card", causes)
 

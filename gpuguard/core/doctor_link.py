@@ -64,7 +64,7 @@ def _display_causes(card: CardFacts) -> Iterator[Cause]:
         )
     elif card.boot_vga is None and not _screen_is_known(card):
         place = Unread(f"{_DEVICES}/{card.bus_id}/boot_vga", "neither it nor NVML tells")
-        yield not_read("display", card.bus_id, place, "does nvidia-smi answer?")
+        yield not_read(card.bus_id, place, "does nvidia-smi answer?", code="display-unknown")
 
 
 def check_link(facts: DoctorFacts) -> Check:
@@ -85,7 +85,9 @@ def _link_causes(card: CardFacts) -> Iterator[Cause]:
     link = card.link
     if link.width is None or link.max_width is None:
         place = Unread(f"{_DEVICES}/{card.bus_id}/current_link_width", "it is not told there")
-        yield not_read("link", card.bus_id, place, "a virtual machine hides it: look on the host")
+        yield not_read(
+            card.bus_id, place, "a virtual machine hides it: look on the host", code="link-unknown"
+        )
         return
     port = card.bridges[-1] if card.bridges else None
     if link.width < link.max_width:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gpuguard.core.assess import Assessment
 from gpuguard.core.doctor_check import Cause, Check, conclude, not_read
@@ -21,7 +22,7 @@ def check_log(facts: DoctorFacts) -> Check:
     log = facts.log
     if log.source is None:
         place = Unread("the kernel's log", log.problem)
-        return conclude("log", "", [not_read("log", "kernel log", place)])
+        return conclude("log", "", [not_read("kernel log", place, code="log-unknown")])
     ours = [f for f in log.faults if f.kind != "xid" or f.xid not in _PROGRAM_XIDS]
     notes = [
         f"{fault.card}: Xid {fault.xid}, a fault of a program, {fault.count} times, "
@@ -42,13 +43,13 @@ def _worth_telling(faults: list[LogFault]) -> Iterator[LogFault]:
 
 
 def _log_cause(fault: LogFault, source: str) -> Cause:
-    code, message, remedy = _SENTENCES[fault.kind]
+    sentence = _SENTENCES[fault.kind]
     return Cause(
-        code=code,
+        code=sentence.code,
         severity=Severity.WARNING if fault.kind == "xid" else Severity.CRITICAL,
         subject=fault.card or "driver",
-        message=message.format(xid=fault.xid),
-        remedy=remedy,
+        message=sentence.message.format(xid=fault.xid),
+        remedy=sentence.remedy,
         source=source,
         evidence={
             "line": fault.text[:200],
@@ -58,31 +59,38 @@ def _log_cause(fault: LogFault, source: str) -> Cause:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sentence:
+    code: str
+    message: str
+    remedy: str
+
+
 _SENTENCES = {
-    "fallen-off": (
-        "card-fallen-off",
-        "the card has fallen off the bus: it no longer answers",
-        "power it off and on; if it returns: power supply, riser, slot, heat (not the patch)",
+    "fallen-off": _Sentence(
+        code="card-fallen-off",
+        message="the card has fallen off the bus: it no longer answers",
+        remedy="power it off and on; if it returns: power supply, riser, slot or heat",
     ),
-    "xid": (
-        "card-xid",
-        "the driver reported Xid {xid}",
-        "look the number up in NVIDIA's Xid catalogue; hardware is suspect if it repeats",
+    "xid": _Sentence(
+        code="card-xid",
+        message="the driver reported Xid {xid}",
+        remedy="look the number up in NVIDIA's Xid catalogue; hardware is suspect if it repeats",
     ),
-    "page-fault": (
-        "iommu-page-fault",
-        "the IOMMU stopped accesses of this card: peer writes do not arrive",
-        "iommu=pt on the kernel's command line; see the check iommu",
+    "page-fault": _Sentence(
+        code="iommu-page-fault",
+        message="the IOMMU stopped accesses of this card: peer writes do not arrive",
+        remedy="iommu=pt on the kernel's command line; see the check iommu",
     ),
-    "bound": (
-        "card-claimed",
-        "another driver had claimed this card when nvidia loaded",
-        "blacklist that driver and reboot; see the check cards",
+    "bound": _Sentence(
+        code="card-claimed",
+        message="another driver had claimed this card when nvidia loaded",
+        remedy="blacklist that driver and reboot; see the check cards",
     ),
-    "init-failed": (
-        "card-init-failed",
-        "the driver could not initialise a card",
-        "see the lines before it in the log; power the machine off and on",
+    "init-failed": _Sentence(
+        code="card-init-failed",
+        message="the driver could not initialise a card",
+        remedy="see the lines before it in the log; power the machine off and on",
     ),
 }
 
@@ -95,7 +103,9 @@ def check_virt(facts: DoctorFacts) -> Check:
     emulated = any(word in machine.lower() for word in _EMULATORS)
     if virt.hypervisor is None and not (virt.vendor or virt.product):
         place = Unread("/proc/cpuinfo, /sys/class/dmi/id", "neither tells")
-        return conclude("virt", "", [not_read("virt", "machine", place, "run it on the host")])
+        return conclude(
+            "virt", "", [not_read("machine", place, "run it on the host", code="virt-unknown")]
+        )
     if not virt.hypervisor and not emulated:
         return conclude("virt", f"bare metal ({machine})", notes=notes)
     causes = [_virtualised(machine)] if len(facts.own_cards()) > 1 else []
@@ -133,7 +143,7 @@ def check_secure_boot(facts: DoctorFacts, assessment: Assessment | None) -> Chec
 
 def _secure_boot_causes(facts: DoctorFacts, assessment: Assessment | None) -> Iterator[Cause]:
     if assessment is None and isinstance(facts.host, Unread):
-        yield not_read("secure-boot", "firmware", facts.host)
+        yield not_read("firmware", facts.host, code="secure-boot-unknown")
     for finding in assessment.findings if assessment else ():
         if finding.code.startswith("secure-boot"):
             yield Cause(
@@ -146,4 +156,4 @@ def _secure_boot_causes(facts: DoctorFacts, assessment: Assessment | None) -> It
                 source="/sys/firmware/efi/efivars",
             )
     if isinstance(facts.lockdown, Unread):
-        yield not_read("secure-boot", "kernel", facts.lockdown)
+        yield not_read("kernel", facts.lockdown, code="secure-boot-unknown")

@@ -21,7 +21,7 @@ _AMD_PAIR = 2  # an AMD host with at most two cards has SYS by default
 def check_nccl(facts: DoctorFacts, assessment: Assessment | None) -> Check:
     """Serving units let NCCL use P2P over the distance that the cards have."""
     if isinstance(facts.units, Unread):
-        return conclude("nccl", "", [not_read("nccl", "units", facts.units)])
+        return conclude("nccl", "", [not_read("units", facts.units, code="nccl-unknown")])
     if not facts.units:
         return not_applicable("nccl", "no systemd unit or quadlet of a serving engine was found")
     needed = needed_level(facts)
@@ -29,7 +29,7 @@ def check_nccl(facts: DoctorFacts, assessment: Assessment | None) -> Check:
     causes: list[Cause] = []
     notes: list[str] = []
     for unit in facts.units:
-        causes += [not_read("nccl", unit.name, unread) for unread in unit.unread]
+        causes += [not_read(unit.name, unread, code="nccl-unknown") for unread in unit.unread]
         causes += _disabled(unit, granted)
         causes += _level(unit, needed)
         notes += _notes(unit, granted)
@@ -121,7 +121,9 @@ def check_vllm_cache(facts: DoctorFacts, assessment: Assessment | None) -> Check
     """No P2P cache of vLLM is older than the boot, the driver or the set of cards."""
     if isinstance(facts.units, Unread) or not facts.units:
         return not_applicable("vllm-cache", "no serving units, so no place to look in")
-    causes = [not_read("vllm-cache", unread.place, unread) for unread in facts.unread_caches]
+    causes = [
+        not_read(unread.place, unread, code="vllm-cache-unknown") for unread in facts.unread_caches
+    ]
     granted = assessment.p2p_healthy if assessment else None
     judged = [(cache, list(_stale(cache, facts, granted))) for cache in facts.caches]
     causes += [_stale_cause(cache, reasons) for cache, reasons in judged if reasons]

@@ -191,7 +191,8 @@ def _in_use(facts: ReloadFacts) -> Refusal | None:
         count = len(facts.holders)
         return Refusal(
             code="cards-in-use",
-            message=f"{count} process{'es' if count > 1 else ''} hold the cards; nothing changed",
+            message=f"{count} process{'es hold' if count > 1 else ' holds'} the cards; "
+            "nothing changed",
             hint=stop if units else f"{stop} and try again, or reboot",
             is_busy=True,
         )
