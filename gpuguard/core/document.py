@@ -62,7 +62,13 @@ def status_document(facts: HostFacts, assessment: Assessment, policy: Policy) ->
             healthy=assessment.p2p_healthy,
             expected=policy.expected.on_bus(facts.pci_gpus).number,
         ),
-        "holds": {"held": list(facts.held), "missing": [], "ineffective": [], "foreign": []},
+        # This version sets no holds itself: every hold there is, is somebody else's.
+        "holds": {
+            "held": list(facts.held),
+            "missing": [],
+            "ineffective": [],
+            "foreign": list(facts.held),
+        },
         "reboot": {
             "required": assessment.reboot.required,
             "safe": assessment.reboot.safe,

@@ -58,6 +58,7 @@ def probe_host(
         p2p=probe_p2p(host) if with_p2p else P2pFacts(problem="not asked"),
         pci_gpus=probe_pci_gpus(host),
         dkms=_dkms(host) if with_dkms else (),
+        held=tuple(sorted(p.name for p in (packages or {}).values() if p.selection == "hold")),
     )
 
 
