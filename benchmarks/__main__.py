@@ -1,4 +1,7 @@
-"""Run all benchmarks, or those named: `python -m benchmarks [status] [rebuild] [--repeat N]`."""
+"""Run all benchmarks, or those named.
+
+`python -m benchmarks [status] [verify] [rebuild] [--repeat N]`
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,30 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import rebuild, status
+from benchmarks import rebuild, status, verify
 from benchmarks.figures import Figures
 
 RESULTS = Path(__file__).parent / "results.md"
+_ALL = ["status", "verify", "rebuild"]
 
 
 def main() -> None:
     """Measure, print, and write results.md (only when everything was measured)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("which", nargs="*", help="status, rebuild; default: both")
+    parser.add_argument("which", nargs="*", help="status, verify, rebuild; default: all")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of the rebuild comparison")
     chosen = parser.parse_args()
-    which = chosen.which or ["status", "rebuild"]
+    which = chosen.which or _ALL
     figures = Figures()
     if "status" in which:
         status.measure(figures)
+    if "verify" in which:
+        verify.measure(figures)
     if "rebuild" in which:
         rebuild.measure(figures, rounds=chosen.repeat)
     text = _head() + figures.markdown()
     print(text)
-    if set(which) == {"status", "rebuild"}:
+    if set(which) == set(_ALL):
         RESULTS.write_text(text)
     sys.exit(0 if figures.all_reached else 1)
 

@@ -22,7 +22,6 @@ from gpuguard.cli.deep_options import (
 )
 from gpuguard.cli.matrix import matrices_text
 from gpuguard.cli.render import coloured, findings_text, table
-from gpuguard.core.deep_proof import proven_by
 from gpuguard.core.expectation import Origin
 from gpuguard.core.findings import Verdict
 from gpuguard.core.p2p import is_ok
@@ -85,7 +84,7 @@ def verify(
     outcome = None
     if options is not None:
         outcome = _move_bytes(context, config, options, verification, keep=keep)
-        verification = proven_by(verification, outcome.judgement)
+        verification = _proven(verification, outcome)
         keep = keep and outcome.judgement.healthy is True
     accepted = accept(context.host, verification) if keep else None
     if accepted is not None and facts.expected.origin is not Origin.CONFIGURATION:
@@ -93,7 +92,7 @@ def verify(
         facts = replace(facts, expected=expected)
         verification = judge(facts)
         if outcome is not None:
-            verification = proven_by(verification, outcome.judgement)
+            verification = _proven(verification, outcome)
     if context.json:
         document = verify_document(facts, verification)
         if outcome is not None:
@@ -102,6 +101,12 @@ def verify(
     else:
         typer.echo(verify_text(facts, verification, accepted, outcome))
     raise typer.Exit(verification.exit_status)
+
+
+def _proven(verification: Verification, outcome: DeepOutcome) -> Verification:
+    from gpuguard.core.deep_proof import proven_by
+
+    return proven_by(verification, outcome.judgement)
 
 
 def _move_bytes(
