@@ -10,7 +10,7 @@ _PAGE = 4096
 _LARGE_PAGE = 2 << 20
 _MIDDLE = 64 << 20
 _OWN_NEED = 1 << 30  # context, modules, NCCL's buffers
-SMALLEST = 1 << 20
+SMALLEST = 128 << 10
 
 
 def make_spans(size: int) -> tuple[Span, ...]:
