@@ -26,6 +26,7 @@ from gpuguard.core.doctor_facts import (
     VirtFacts,
     VllmCache,
 )
+from gpuguard.core.doctor_serving import needed_level
 from gpuguard.core.facts import (
     BuildRecord,
     DriverFacts,
@@ -266,9 +267,14 @@ def test_a_problem_outranks_the_unknown() -> None:
 
 def test_nvlink_needs_no_level() -> None:
     intel = VirtFacts(vendor="X", hypervisor=False, cpu_vendor="GenuineIntel")
-    linked = tuple(card(a, nvml=nvml(a, nvlinks=18)) for a in (FIRST, SECOND))
+    linked = tuple(
+        card(a, nvml=nvml(a, nvlink_peers=(b,))) for a, b in ((FIRST, SECOND), (SECOND, FIRST))
+    )
     assert only_bad(good(virt=intel))[1] == "nccl-p2p-level"
     assert judged(good(virt=intel, cards=linked)).causes == ()
+    # two bridged pairs of four: between the pairs it is PCIe all the same
+    third = card("0000:81:00.0", nvml=nvml("0000:81:00.0", nvlink_peers=("0000:c1:00.0",)))
+    assert needed_level(good(virt=intel, cards=(*linked, third))) == "PHB"
 
 
 def test_the_escape_hatch_is_right_while_nothing_is_granted() -> None:

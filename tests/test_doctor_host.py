@@ -145,10 +145,12 @@ def test_values_compare_as_the_kernel_reads_them(
 
 
 def test_names_and_values_of_a_real_driver() -> None:
-    text = 'ResmanDebugLevel: 4294967295\nCoherentGPUMemoryMode: ""\nRegistryDwords: "a=1;b=2"\n'
-    assert parse_params(text) == {
-        "ResmanDebugLevel": "4294967295", "CoherentGPUMemoryMode": "", "RegistryDwords": "a=1;b=2",
-    }  # fmt: skip
+    text = (Path(__file__).parent / "golden/nvidia-580-params.txt").read_text()
+    found = parse_params(text)
+    assert len(found) == len(text.splitlines())
+    assert found["DeviceFileMode"] == "438"
+    assert found["RegistryDwords"] == found["CoherentGPUMemoryMode"] == ""
+    assert parse_params('RegistryDwords: "a=1;b=2"\n') == {"RegistryDwords": "a=1;b=2"}
 
 
 def test_grammar_of_modprobe_d() -> None:
@@ -279,6 +281,15 @@ def test_an_xid_of_the_card(tmp_path: Path) -> None:
     doctor = Doctor(machine(tmp_path, **{"/var/log/kern.log": BOOT + line}))
     assert doctor.found("log") == [("card-xid", FIRST)]
     assert "Xid 119" in doctor.only("log")["message"]
+
+
+def test_iommu_faults_of_other_devices_are_not_ours(tmp_path: Path) -> None:
+    line = "AMD-Vi: Event logged [IO_PAGE_FAULT device={} domain=0x0015 address=0x1]\n"
+    text = BOOT + line.format("05:00.0")
+    assert Doctor(machine(tmp_path, **{"/var/log/kern.log": text})).state("log") == "ok"
+    text += line.format("01:00.0")
+    doctor = Doctor(machine(tmp_path / "new", **{"/var/log/kern.log": text}))
+    assert doctor.found("log") == [("iommu-page-fault", FIRST)]
 
 
 @pytest.mark.parametrize("text", ["", "\n"])

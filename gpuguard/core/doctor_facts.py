@@ -47,7 +47,7 @@ class NvmlCard:
     memory_bytes: int | None = None
     display_active: bool | None = None
     utilization_percent: int | None = None
-    nvlinks: int = 0  # active ones
+    nvlink_peers: tuple[str, ...] = ()  # bus ids of the cards that it reaches by NVLink
     processes: tuple[int, ...] = ()
 
 

@@ -157,15 +157,21 @@ def _evidence(card: CardFacts) -> dict[str, str]:
 
 
 def widest_path(cards: tuple[CardFacts, ...]) -> str | None:
-    """The worst distance between two cards in NCCL's words; None: fewer than two, or unknown.
+    """The worst distance that PCIe has to bridge, in NCCL's words; None: none, or unknown.
 
     ``PIX`` one port, ``PXB`` several below one root port, ``PHB`` through the CPU, ``SYS``
-    between NUMA nodes. As nccl's ``graph/paths.cc``, which knows no NODE.
+    between NUMA nodes. As nccl's ``graph/paths.cc``, which knows no NODE. Cards that reach
+    each other by NVLink need no PCIe path.
     """
-    if len(cards) < 2 or any(not card.root for card in cards):  # noqa: PLR2004 - a pair
+    if any(not card.root for card in cards):
         return None
+    pairs = (pair for pair in combinations(cards, 2) if not _by_nvlink(*pair))
     order = ("PIX", "PXB", "PHB", "SYS")
-    return max((_distance(*pair) for pair in combinations(cards, 2)), key=order.index)
+    return max((_distance(*pair) for pair in pairs), key=order.index, default=None)
+
+
+def _by_nvlink(one: CardFacts, other: CardFacts) -> bool:
+    return one.nvml is not None and other.bus_id in one.nvml.nvlink_peers
 
 
 def _distance(one: CardFacts, other: CardFacts) -> str:

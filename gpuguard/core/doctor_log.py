@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gpuguard.core.assess import Assessment
@@ -30,8 +30,16 @@ def check_log(facts: DoctorFacts) -> Check:
         for fault in log.faults
         if fault not in ours
     ]
-    causes = [_log_cause(fault, log.source) for fault in _worth_telling(ours)]
+    others = _other_devices(facts)
+    causes = [_log_cause(f, log.source) for f in _worth_telling(ours) if not others(f)]
     return conclude("log", f"{log.source}: no fault since boot", causes, notes)
+
+
+def _other_devices(facts: DoctorFacts) -> Callable[[LogFault], bool]:
+    """Tells the IOMMU's faults of devices that are no cards: it also watches disks and nets."""
+    cards = facts.cards if isinstance(facts.cards, tuple) else ()
+    known = {card.bus_id for card in cards}
+    return lambda fault: fault.kind == "page-fault" and bool(known) and fault.card not in known
 
 
 def _worth_telling(faults: list[LogFault]) -> Iterator[LogFault]:

@@ -40,8 +40,6 @@ def check_nccl(facts: DoctorFacts, assessment: Assessment | None) -> Check:
 def needed_level(facts: DoctorFacts) -> str | None:
     """The level that NCCL must be told; None: its default will do, or it cannot be told."""
     cards = facts.own_cards()
-    if cards and all(card.nvml is not None and card.nvml.nvlinks for card in cards):
-        return None
     path = widest_path(cards)
     is_amd = facts.virt.cpu_vendor == "AuthenticAMD"
     default = "SYS" if is_amd and len(cards) <= _AMD_PAIR else _DEFAULT

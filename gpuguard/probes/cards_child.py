@@ -13,12 +13,12 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS
+_CAPS_INDEX_NVLINK = 2  # literals from nvml.h, as in nvml_child
+_OK = 0
 _PROCESS_LISTS = (
     "nvmlDeviceGetComputeRunningProcesses",
     "nvmlDeviceGetGraphicsRunningProcesses",
 )
-_ACTIVE = 1  # NVML_FEATURE_ENABLED
 
 
 def collect(nvml: ModuleType) -> dict[str, Any]:
@@ -28,19 +28,31 @@ def collect(nvml: ModuleType) -> dict[str, Any]:
         nvml.nvmlInit()
     except errors as error:
         return {"cards": [], "problem": _named(error)}
-    cards, problems = [], []
+    cards: list[tuple[Any, dict[str, Any]]] = []
+    problems: list[str] = []
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
-                cards.append(_card(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                cards.append((handle, _card(nvml, handle)))
             except errors as error:
                 problems.append(f"GPU {index}: {_named(error)}")
+        for handle, card in cards:
+            others = ((peer, other["bus_id"]) for peer, other in cards if other is not card)
+            card["nvlink_peers"] = [name for peer, name in others if _linked(nvml, handle, peer)]
     except errors as error:
         problems.append(_named(error))
     finally:
         with suppress(*errors):
             nvml.nvmlShutdown()
-    return {"cards": cards, "problem": "; ".join(problems) or None}
+    return {"cards": [card for _, card in cards], "problem": "; ".join(problems) or None}
+
+
+def _linked(nvml: ModuleType, one: Any, other: Any) -> bool:
+    try:
+        return int(nvml.nvmlDeviceGetP2PStatus(one, other, _CAPS_INDEX_NVLINK)) == _OK
+    except _errors(nvml):
+        return False
 
 
 def _card(nvml: ModuleType, handle: Any) -> dict[str, Any]:
@@ -56,10 +68,7 @@ def _card(nvml: ModuleType, handle: Any) -> dict[str, Any]:
         "memory_bytes": ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
         "display_active": ask(lambda: bool(nvml.nvmlDeviceGetDisplayActive(handle))),
         "utilization_percent": ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
-        "nvlinks": sum(
-            ask(lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link)) == _ACTIVE  # type: ignore[misc]
-            for link in range(_NVLINKS)
-        ),
+        "nvlink_peers": [],
         "processes": sorted(
             {
                 int(process.pid)

@@ -43,7 +43,12 @@ def _decode(answer: dict[str, Any]) -> tuple[dict[str, NvmlCard], str | None]:
     cards = {}
     for card in answer["cards"]:
         address = normal_bus_id(card["bus_id"])
-        known = {**card, "bus_id": address, "processes": tuple(card["processes"])}
+        known = {
+            **card,
+            "bus_id": address,
+            "nvlink_peers": tuple(normal_bus_id(peer) for peer in card["nvlink_peers"]),
+            "processes": tuple(card["processes"]),
+        }
         cards[address] = NvmlCard(**known)
     return cards, answer["problem"] or (None if cards else "NVML reports no cards")
 
