@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from gpuguard.core.deep_facts import Engine, Span
 from gpuguard.core.deep_pattern import Tag
 from gpuguard.deep.course import DeepRequest
+from gpuguard.deep.supervise import Deadlines
 from gpuguard.host import LocalHost
 from gpuguard.verbs.deep import deep_verify
 
@@ -87,3 +90,23 @@ def test_the_engines_are_compared_with_what_really_lies_there() -> None:
         assert (check["mismatches"], check["first"], check["found"]) == (1, 1024, 0)
         assert check["kind_of_fault"] == "zeros"
         assert check["sample_equal"] is False
+
+
+def test_a_kernel_that_never_ends_is_a_hang_and_costs_its_deadline_alone() -> None:
+    command = [sys.executable, "-m", "tests.deep_gpu_stall"]
+    request = DeepRequest(size_bytes=MIB, collective=False, deadlines=Deadlines(step=4.0))
+    began = time.monotonic()
+    outcome = deep_verify(LocalHost(), request, command=command)
+    seconds = time.monotonic() - began
+    last = len(outcome.facts.cards) - 1
+    stalled = {("copy-push", "ok"), ("copy-pull", "ok"), ("copy-peer", "ok"),
+               ("kernel-store", "hang"), ("kernel-load", "inconclusive")}  # fmt: skip
+    for judged in outcome.judgement.pairs:
+        cards = {card.uuid: card.index for card in outcome.facts.cards}
+        if (cards[judged.pair.src], cards[judged.pair.dst]) == (0, last):
+            assert {(e.engine.value, e.verdict.value) for e in judged.engines} == stalled
+        else:
+            assert judged.verified, judged.reason  # by a fresh child, on the same cards
+    assert outcome.judgement.healthy is False
+    assert seconds < 40
+    assert "cannot be killed" not in str(outcome.document)
