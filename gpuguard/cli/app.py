@@ -43,8 +43,8 @@ _VERBS = {
     "reload": "gpuguard.cli.reload:reload",
     "backups": "gpuguard.cli.backups:backups",
     "rollback": "gpuguard.cli.backups:rollback",
-    "config": "gpuguard.cli.config:app",
     "demo": "gpuguard.cli.demo:demo",
+    "config": "gpuguard.cli.config:app",
 }
 
 app = typer.Typer(
