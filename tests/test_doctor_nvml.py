@@ -15,6 +15,8 @@ from gpuguard.demo.tree import add_cards
 from gpuguard.host import LocalHost
 from gpuguard.probes.cards_child import collect
 from gpuguard.probes.cards_nvml import probe_nvml_cards
+from tests import toys
+from tests.box import K1
 from tests.trees import make_tree
 
 
@@ -78,6 +80,22 @@ def test_what_it_will_not_say_is_not_known(name: str, key: str, value: object, h
     assert answer["problem"] is None
 
 
+def test_processes_of_an_older_driver() -> None:
+    class LibraryMismatchError(Exception):
+        pass
+
+    def mismatch(_: object) -> NoReturn:
+        raise LibraryMismatchError
+
+    older = library(
+        NVMLLibraryMismatchError=LibraryMismatchError,
+        nvmlDeviceGetComputeRunningProcesses=mismatch,
+        nvmlDeviceGetComputeRunningProcesses_v2=lambda card: [SimpleNamespace(pid=11)],
+        nvmlDeviceGetGraphicsRunningProcesses=mismatch,
+    )
+    assert collect(older)["cards"][0]["processes"] == [11]
+
+
 def test_a_card_that_cannot_be_opened_is_named() -> None:
     def one(index: int) -> int:
         return refuse() if index else index
@@ -94,6 +112,9 @@ def test_no_driver() -> None:
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="apt-get install gcc")
 def test_the_real_binding_on_a_simulated_driver(tmp_path: Path) -> None:
+    toys.toy_kernel(tmp_path, K1)
+    toys.stock_modules(tmp_path, K1, seed="ok")
+    toys.set_running(tmp_path, K1)
     install_driver(tmp_path)
     add_cards(tmp_path, 2)
     version = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {VERSION}  Release\n"

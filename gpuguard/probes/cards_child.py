@@ -15,10 +15,9 @@ from typing import Any
 
 _CAPS_INDEX_NVLINK = 2  # literals from nvml.h, as in nvml_child
 _OK = 0
-_PROCESS_LISTS = (
-    "nvmlDeviceGetComputeRunningProcesses",
-    "nvmlDeviceGetGraphicsRunningProcesses",
-)
+_PROCESS_LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
+#: The binding's own name asks the newest form and refuses an older driver (R450 to R510 have _v2).
+_FORMS = ("", "_v2")
 
 
 def collect(nvml: ModuleType) -> dict[str, Any]:
@@ -69,19 +68,34 @@ def _card(nvml: ModuleType, handle: Any) -> dict[str, Any]:
         "display_active": ask(lambda: bool(nvml.nvmlDeviceGetDisplayActive(handle))),
         "utilization_percent": ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
         "nvlink_peers": [],
-        "processes": sorted(
-            {
-                int(process.pid)
-                for name in _PROCESS_LISTS
-                for process in ask(lambda name=name: getattr(nvml, name)(handle)) or ()  # type: ignore[misc]
-            }
-        ),
+        "processes": sorted(_processes(nvml, handle)),
     }
+
+
+def _processes(nvml: ModuleType, handle: Any) -> set[int]:
+    found: set[int] = set()
+    for name in _PROCESS_LISTS:
+        for form in _FORMS:
+            try:
+                found |= {int(entry.pid) for entry in getattr(nvml, name + form)(handle)}
+                break
+            except _errors(nvml):
+                continue
+    return found
 
 
 def _errors(nvml: ModuleType) -> tuple[type[Exception], ...]:
     # Besides NVML's own: a binding whose names or argument types have moved (CASES C51).
-    return (nvml.NVMLError, ctypes.ArgumentError, AttributeError, TypeError, ValueError, OSError)
+    mismatch = getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError)  # is no NVMLError
+    return (
+        nvml.NVMLError,
+        mismatch,
+        ctypes.ArgumentError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        OSError,
+    )
 
 
 def _named(error: Exception) -> str:
