@@ -51,13 +51,14 @@ class ObjectStore:
             temporary.rename(self.path(digest))
             fsync_dir(folder)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
             raise StateError(
                 f"cannot back up {source}: {error.strerror}",
                 code="backup-failed",
                 hint=f"make room on the disk that holds {BACKUPS_DIR}; nothing was changed",
             ) from error
+        finally:
+            with suppress(OSError):  # a signal, too, leaves nothing half-written behind
+                temporary.unlink(missing_ok=True)
         return digest
 
     def verified(self, digest: str) -> Path:

@@ -38,6 +38,7 @@ from gpuguard.apply.undo import (
 )
 from gpuguard.errors import GpuguardError, RollbackError, StateError
 from gpuguard.host import Host
+from gpuguard.host.signals import HeldSignals
 from gpuguard.state import module_tree
 
 
@@ -67,23 +68,28 @@ def apply(
         RollbackError: it failed, and so did putting back; the journal stays.
     """
     journal, store = Journal(host), ObjectStore(host)
-    journal.begin(verb, release, started, backup)
-    try:
-        for action in actions:
-            for undo in undos_of(action, host, store):
-                journal.push(undo)
-            execute(action, host)
-        journal.commit()
-    except BaseException as error:
-        recover(host)
-        if isinstance(error, OSError):
-            raise StateError(
-                f"{error.filename or 'writing'}: {error.strerror}",
-                code="disk-full" if error.errno == errno.ENOSPC else "write-failed",
-                hint="the host is as it was before; mend the disk and try again",
-            ) from error
-        raise
-    _finish(host, journal)
+    with HeldSignals() as held:
+        journal.begin(verb, release, started, backup)
+        try:
+            held.let_go()
+            for action in actions:
+                for undo in undos_of(action, host, store):
+                    journal.push(undo)
+                execute(action, host)
+            with HeldSignals():
+                journal.commit()
+        except BaseException as error:
+            with HeldSignals():  # people press Ctrl-C twice
+                recover(host)
+            if isinstance(error, OSError):
+                raise StateError(
+                    f"{error.filename or 'writing'}: {error.strerror}",
+                    code="disk-full" if error.errno == errno.ENOSPC else "write-failed",
+                    hint="the host is as it was before; mend the disk and try again",
+                ) from error
+            raise
+    with HeldSignals():
+        _finish(host, journal)
 
 
 def recover(host: Host) -> Recovery | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuguard.host import BuildUser, Host
+from gpuguard.host.signals import HeldSignals
 from gpuguard.state import CACHE_DIR, STAGING_DIR
 
 
@@ -69,18 +70,21 @@ def staging(host: Host, release: str, user: BuildUser | None) -> Iterator[Stagin
         with suppress(PermissionError):  # not ours: then it is as its owner wants it
             folder.chmod(0o755)
     remove_stale(parent)
-    root = Path(tempfile.mkdtemp(dir=parent, prefix=f"{release}."))
-    lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        root.chmod(0o755)
-        place = Staging(root, user)
-        for name, owner in (("tree", user), ("tmp", user), ("patches", None), ("out", None)):
-            place.own_folder(name, owner=owner)
-        yield place
-    finally:
-        remove_tree(root)
-        os.close(lock)
+    with HeldSignals() as held:  # a folder that is there will be removed
+        root = Path(tempfile.mkdtemp(dir=parent, prefix=f"{release}."))
+        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            held.let_go()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            root.chmod(0o755)
+            place = Staging(root, user)
+            for name, owner in (("tree", user), ("tmp", user), ("patches", None), ("out", None)):
+                place.own_folder(name, owner=owner)
+            yield place
+        finally:
+            with HeldSignals():
+                remove_tree(root)
+                os.close(lock)
 
 
 def remove_stale(parent: Path) -> tuple[str, ...]:
