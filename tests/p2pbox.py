@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gpuguard.cli.verify  # noqa: F401 - so that a child need not import it
 from gpuguard.demo.driver import install_driver
 from gpuguard.demo.source import VERSION
 from gpuguard.demo.tree import add_cards
-from tests.box import Answer
+from tests.box import Answer, Box
 from tests.schema import check_verify
 from tests.trees import make_tree
 
@@ -80,7 +80,7 @@ class P2pBox:
                 "proc/sys/kernel/osrelease": f"{RELEASE}\n",
                 "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for "
                 f"x86_64  {VERSION}  Release Build  (builder@host)\n",
-                "binding/state.json": "",
+                "binding": None,
                 "sys/bus/pci/devices": None,
             },
         )
@@ -145,14 +145,13 @@ class P2pBox:
         make_tree(self.root, {"etc/gpuguard/gpuguard.yaml": json.dumps(document)})
 
     def run(self, *words: str, **environment: str) -> Answer:
-        """``gpuguard verify``, as a program of its own."""
-        done = subprocess.run(
-            [sys.executable, "-m", "gpuguard", "--root", self.root, *words],
-            env={**program_environment(self.root / "binding"), **environment},
-            capture_output=True, text=True, check=False, timeout=120,
-        )  # fmt: skip
-        assert "Traceback" not in done.stderr, done.stderr
-        return Answer(done.returncode, done.stdout, done.stderr)
+        """``gpuguard verify``; its NVML child takes its modules from where this process does."""
+        binding = str(self.root / "binding")
+        sys.path.insert(0, binding)
+        try:
+            return Box(self.root).run(*words, **environment)
+        finally:
+            sys.path.remove(binding)
 
     def verify(self, *words: str, **environment: str) -> tuple[int, dict[str, Any]]:
         """Exit status and document; the document is one as documented."""
@@ -214,10 +213,17 @@ def matrix(size: int, status: str = "OK", **cells: str) -> str:
 
 
 def gone(pids: Sequence[int], within: float = 2.0) -> bool:
-    """True once none of these processes is there any more."""
+    """True once none of these processes runs any more; zombies wait for PID 1, not for us."""
     deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}/fd").exists() for pid in pids):
-            return True
+    while any(map(_runs, pids)):
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.02)
-    return False
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

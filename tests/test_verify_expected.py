@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from gpuguard.accepted import write_accepted
+from gpuguard.core.facts import Gpu
+from gpuguard.errors import PrivilegeError
+from gpuguard.host import LocalHost
 from tests.p2pbox import P2pBox, bus_id, matrix, program_environment, uuid
 from tests.trees import make_tree
+from tests.unprivileged import as_nobody, public_dir
 
 HANDLE = "Unable to determine the device handle for GPU0000:04:00.0: Unknown Error"
 
@@ -126,11 +131,13 @@ def test_an_accepted_state_that_cannot_be_read_is_no_absent_one(box: P2pBox, con
     assert (answer.status, answer.error["code"]) == (3, "state-unreadable")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
-def test_accepting_needs_write_access(box: P2pBox) -> None:
-    (box.root / "var/lib").mkdir(parents=True)
-    (box.root / "var/lib").chmod(0o555)
-    assert box.run("verify", "--accept").status == 77
+def test_accepting_needs_write_access() -> None:
+    with public_dir() as folder:
+        make_tree(folder, {"var/lib": None})
+        gpus = (Gpu(index=0, uuid=uuid(1), pci_bus_id=bus_id(1), name="RTX 5090"),)
+        (folder / "var/lib").chmod(0o555)
+        with as_nobody(), pytest.raises(PrivilegeError):
+            write_accepted(LocalHost(folder), gpus, (), now="2026-11-29T18:00:00Z")
 
 
 # --- for people -----------------------------------------------------------------------------
