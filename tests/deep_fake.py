@@ -238,6 +238,7 @@ def _collective(options: dict[str, Any]) -> None:
     how = options.get("off" if off else "on", "ok")
     via = "SHM/direct/direct" if off else options.get("via", "P2P/direct pointer")
     os.write(1, f"host:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via {via}\n".encode())
+    os.write(1, b"host:1:2 [0] NCCL INFO Connec")  # its buffer is full: the rest comes later
     if how == "hang":
         time.sleep(600)
     emit("collective", outcome=how, version="2.99.0", detail="")

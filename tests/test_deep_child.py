@@ -265,7 +265,7 @@ def test_the_real_child_without_a_card() -> None:
             capture_output=True, text=True, check=True, cwd=REPOSITORY,
         )  # fmt: skip
         assert done.stderr == ""
-        kinds = [json.loads(line)["kind"] for line in done.stdout.splitlines()]
+        kinds = [json.loads(line)["kind"] for line in done.stdout.split("\n") if line]
         assert kinds[0] == "step"
         assert set(kinds) & {"unavailable", "look", "collective"}
 

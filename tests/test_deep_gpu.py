@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from gpuguard.core.deep_facts import Engine, Span
 from gpuguard.core.deep_pattern import Tag
+from gpuguard.core.expectation import normal_bus_id
 from gpuguard.deep.course import DeepRequest
 from gpuguard.deep.supervise import Deadlines
 from gpuguard.host import LocalHost
@@ -110,3 +112,59 @@ def test_a_kernel_that_never_ends_is_a_hang_and_costs_its_deadline_alone() -> No
     assert outcome.judgement.healthy is False
     assert seconds < 40
     assert "cannot be killed" not in str(outcome.document)
+
+
+def test_cuda_names_cards_as_nvml_does() -> None:
+    import pynvml
+
+    from gpuguard.deep.cuda_driver import DriverCuda
+
+    pynvml.nvmlInit()
+    for card in DriverCuda().cards():
+        handle = pynvml.nvmlDeviceGetHandleByIndex(card.ordinal)
+        assert card.uuid == pynvml.nvmlDeviceGetUUID(handle)
+        assert card.name == pynvml.nvmlDeviceGetName(handle)
+        bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
+        assert normal_bus_id(card.pci_bus_id) == normal_bus_id(bus_id)
+
+
+def test_one_chosen_card_is_tried_on_its_own_memory() -> None:
+    first = deep_verify(LocalHost(), DeepRequest(size_bytes=MIB)).facts.cards[0]
+    for name in (first.uuid, first.pci_bus_id, str(first.index)):
+        outcome = deep_verify(LocalHost(), DeepRequest(size_bytes=MIB, only=(name,)))
+        assert [f.code for f in outcome.judgement.findings] == ["deep-no-pair"]
+        (tried,) = outcome.judgement.pairs
+        assert (tried.pair.src, tried.verified) == (first.uuid, True)
+
+
+def test_refuses_beside_a_process_that_computes() -> None:
+    program = (
+        "from gpuguard.deep.cuda_driver import DriverCuda\n"
+        "DriverCuda().allocate(0, 1 << 20); print('ready', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        refused = deep_verify(LocalHost(), DeepRequest(size_bytes=MIB, collective=False))
+        beside = deep_verify(
+            LocalHost(), DeepRequest(size_bytes=MIB, collective=False, beside_workloads=True)
+        )
+        other.communicate("\n")
+    assert [f.code for f in refused.judgement.findings] == ["deep-refused"]
+    assert f"pid {other.pid}" in refused.judgement.findings[0].evidence
+    assert beside.judgement.pairs
+    assert all(pair.verified for pair in beside.judgement.pairs)
+
+
+def test_the_all_reduce_on_real_cards() -> None:
+    outcome = deep_verify(LocalHost(), DeepRequest(size_bytes=MIB))
+    collective = outcome.facts.collective
+    if collective is None or collective.problem is not None:
+        pytest.skip("needs two cards and NCCL")
+    assert collective.with_p2p is not None
+    assert (collective.with_p2p.transport or "").startswith("P2P")
+    assert collective.without_p2p is not None
+    assert (collective.without_p2p.transport or "").startswith("SHM")
+    assert outcome.judgement.healthy is True

@@ -175,7 +175,7 @@ def _incomplete(facts: DeepFacts, pairs: Sequence[PairVerdict]) -> Iterator[Find
             code="deep-no-pair",
             severity=Severity.UNKNOWN,
             subject="deep check",
-            message="no pair tested: there is one card; the method was tried on its own memory",
+            message="no pair tested: one card; the method was tried on its own memory",
             remedy="nothing to do on a host with one card",
         )
     elif facts.problem is None and real != count * (count - 1):

@@ -19,8 +19,11 @@ from gpuguard.deep.port import Cuda, CudaError
 
 
 def emit(kind: str, **values: Any) -> None:
-    """Print one line in one write, so that no other thread's output can split it."""
-    os.write(1, json.dumps({"kind": kind, **values}).encode() + b"\n")
+    """Print one line in one write, so that no other thread's output can split it.
+
+    It begins with a line break: NCCL's log leaves half lines behind, wherever its buffer ends.
+    """
+    os.write(1, b"\n" + json.dumps({"kind": kind, **values}).encode() + b"\n")
 
 
 def main() -> None:

@@ -69,7 +69,8 @@ class Collector:
             fact = json.loads(line)
             self._takers[fact["kind"]](fact)
         except (ValueError, KeyError, TypeError, AttributeError):
-            self.log.append(line)
+            if line.strip():
+                self.log.append(line)
             if match := _TRANSPORT.search(line):
                 self.transports.add(match[1])
             return None

@@ -249,4 +249,4 @@ def _nvrtc_ok(nvrtc: ModuleType, status: Any, call: str) -> None:
 
 def _decoded(value: bytes | str) -> str:
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-    return text.rstrip("\0")
+    return text.partition("\0")[0]  # the bindings give the whole buffer: "0000:00:06.0\0    "
