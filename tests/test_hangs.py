@@ -209,6 +209,25 @@ def test_a_record_of_a_process_that_is_gone_means_nothing(tmp_path: Path) -> Non
             assert not record.exists()
 
 
+def test_where_nothing_can_be_written_the_driver_is_asked_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").write_text("no folder")
+    for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "run"))
+    with guarded(LocalHost(tmp_path), wait=0) as guard:
+        assert guard.run("echo", "answer", timeout=5).stdout == "answer\n"
+
+
+def test_a_user_has_a_lock_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").write_text("no folder")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "user"))
+    with guarded(LocalHost(tmp_path), wait=0):
+        assert (tmp_path / "user/gpuguard/probe.lock").stat().st_mode & 0o777 == 0o600
+        with pytest.raises(OutstandingError), guarded(LocalHost(tmp_path), wait=0):
+            pytest.fail("it must not come in")
+
+
 UNKILLABLE = r"""
 #include <fcntl.h>
 #include <signal.h>

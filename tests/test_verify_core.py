@@ -135,6 +135,13 @@ def test_the_worse_word_counts() -> None:
         assert list(disagreements(both)) == [f"{uuid(1)} -> {uuid(2)}"]
 
 
+def test_that_there_is_no_card_is_an_answer() -> None:
+    none = P2pFacts(reason="no-devices")
+    assert set(disagreements({"nvml": none, "nvidia-smi": answer(1, 2)})) >= {uuid(1), uuid(2)}
+    assert disagreements({"nvml": none, "nvidia-smi": none}) == {}
+    assert disagreements({"nvml": NOBODY, "nvidia-smi": answer(1, 2)}) == {}
+
+
 def test_a_bus_id_that_only_the_second_knows() -> None:
     nvml = answer(1, 2)
     without = replace(nvml, gpus=tuple(replace(gpu, pci_bus_id="") for gpu in nvml.gpus))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gpuguard.core.facts import Gpu, P2pFacts, P2pPair
-from gpuguard.core.p2p_reasons import leading
+from gpuguard.core.p2p_reasons import NO_DEVICES, leading
 
 _Pairs = Mapping[tuple[str, str], P2pPair]
 
@@ -34,8 +34,15 @@ def merged(answers: Mapping[str, P2pFacts]) -> P2pFacts:
 
 
 def disagreements(answers: Mapping[str, P2pFacts]) -> dict[str, str]:
-    """What the sources say differently: pair or card -> who says what; empty: they agree."""
-    answered = {name: answer for name, answer in answers.items() if answer.source is not None}
+    """What the sources say differently: pair or card -> who says what; empty: they agree.
+
+    That there is no card is an answer, too.
+    """
+    answered = {
+        name: answer
+        for name, answer in answers.items()
+        if answer.source is not None or answer.reason == NO_DEVICES
+    }
     seen = {name: {gpu.uuid: gpu for gpu in answer.gpus} for name, answer in answered.items()}
     found = {}
     for uuid in dict.fromkeys(uuid for gpus in seen.values() for uuid in gpus):

@@ -120,6 +120,9 @@ class LocalHost:
                     error.left = (child.pid,)  # another user's: we may not see what it holds
                 error.abandoned = bool(error.left)
                 raise
+            except BaseException:  # Ctrl-C, SIGTERM
+                leash.pull_in(grace / 2)
+                raise
             if leash.anyone_left():
                 leash.pull_in(grace)
             return Completed(argv, int(child.exit_code), leash.stdout(), leash.stderr())

@@ -100,21 +100,32 @@ def guarded(host: Host, *, wait: float) -> Iterator[Guard]:
         OutstandingError: an abandoned process is still there, or the other one has not come
             to an end within ``wait`` seconds.
     """
-    folder = _folder(host)
-    for place in {host.path(RUN_DIR), folder} - {None}:
-        _refuse_if_alive(place)
-    if folder is None:
-        yield Guard(host, None, None)
+    _refuse_if_alive(host.path(RUN_DIR))
+    for folder in _folders(host):
+        lock = _open_lock(folder)
+        if lock is not None:
+            break
+    else:
+        yield Guard(host, None, None)  # nowhere to write: a read-only root without a home
         return
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        os.set_inheritable(lock, True)  # noqa: FBT003 - the programs hold it, too
+        _refuse_if_alive(folder)
         _acquire(lock, folder, wait)
         with suppress(OSError):
             (folder / _RECORD).unlink(missing_ok=True)  # who is named there has ended
         yield Guard(host, folder, lock)
     finally:
         os.close(lock)
+
+
+def _open_lock(folder: Path) -> int | None:
+    try:
+        make_dirs(folder)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return None
+    os.set_inheritable(lock, True)  # noqa: FBT003 - the programs hold it, too
+    return lock
 
 
 def _acquire(lock: int, folder: Path, wait: float) -> None:
@@ -133,8 +144,7 @@ def _acquire(lock: int, folder: Path, wait: float) -> None:
             return
 
 
-def _refuse_if_alive(folder: Path | None) -> None:
-    assert folder is not None  # noqa: S101 - typing only
+def _refuse_if_alive(folder: Path) -> None:
     try:
         record = json.loads((folder / _RECORD).read_bytes())
         pid, started = int(record["pid"]), record["started"]
@@ -161,16 +171,11 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])  # proc(5): state, starttime
 
 
-def _folder(host: Host) -> Path | None:
-    """Where lock and record are: the system's place for root, the user's own for others."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR") or ""
-    home = os.environ.get("XDG_CACHE_HOME") or ""
-    mine = [Path(base) / "gpuguard" for base in (runtime, home) if base.startswith("/")]
-    if (user_home := os.environ.get("HOME", "")).startswith("/"):
-        mine.append(Path(user_home) / ".cache/gpuguard")
-    for folder in (host.path(RUN_DIR), *mine):
-        with suppress(OSError):
-            make_dirs(folder)
-            if os.access(folder, os.W_OK):
-                return folder
-    return None
+def _folders(host: Host) -> Iterator[Path]:
+    """Where lock and record may be: the system's place for root, the user's own for others."""
+    yield host.path(RUN_DIR)
+    for variable, below in (
+        ("XDG_RUNTIME_DIR", "gpuguard"), ("XDG_CACHE_HOME", "gpuguard"), ("HOME", ".cache/gpuguard"),
+    ):  # fmt: skip
+        if (base := os.environ.get(variable, "")).startswith("/"):
+            yield Path(base) / below
