@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from gpuguard.apply.install import (
     touched_paths,
 )
 from gpuguard.apply.lock import wait_for_package_tools
+from gpuguard.apply.room import check_room
 from gpuguard.apply.transaction import apply
 from gpuguard.build.inputs import BuildInputs
 from gpuguard.build.pipeline import BuildResult, build_modules
@@ -129,7 +129,7 @@ def _install(
     progress.step("install", f"into {our_folder(kernel.release)}", None)
     wait_for_package_tools(host, config.lock_timeout_seconds)
     stray = stray_backups(kernel)
-    _check_room(host, kernel, result)
+    _check_initramfs(host, kernel)
     created = _time_of_its_own(host, kernel.release)
     record = BuildRecord(
         release=kernel.release,
@@ -150,6 +150,8 @@ def _install(
         )
         for module in result.modules
     )
+    actions = install_actions(host, kernel, record, modules, stray)
+    check_room(actions, host, kernel)
     backup = take(
         host,
         kernel,
@@ -158,7 +160,7 @@ def _install(
         paths=touched_paths(kernel, stray),
     )
     apply(
-        install_actions(host, kernel, record, modules, stray),
+        actions,
         host,
         verb="rebuild",
         release=kernel.release,
@@ -179,12 +181,14 @@ def _time_of_its_own(host: Host, release: str) -> str:
 def _refresh(step: RefreshInitramfs, host: Host, config: Config, kernel: KernelFacts) -> Outcome:
     wait_for_package_tools(host, config.lock_timeout_seconds)
     _check_initramfs(host, kernel)
+    actions = initramfs_actions(kernel)
+    check_room(actions, host, kernel)
     created = now()
     backup = take(
         host, kernel, reason="before initramfs", created=created, paths=touched_paths(kernel, ())
     )
     apply(
-        initramfs_actions(kernel),
+        actions,
         host,
         verb="initramfs",
         release=step.release,
@@ -266,24 +270,3 @@ def _existing(host: Host, place: str) -> Path:
 def _check_initramfs(host: Host, kernel: KernelFacts) -> None:
     if initramfs_actions(kernel) and kernel.initramfs.path is not None:
         check_initramfs_possible(kernel.release, kernel.initramfs.path, host)
-
-
-def _check_room(host: Host, kernel: KernelFacts, result: BuildResult) -> None:
-    _check_initramfs(host, kernel)
-    new = sum(module.file.stat().st_size for module in result.modules)
-    old = sum(
-        host.path(module.file.path).stat().st_size for module in kernel.modules if module.file
-    )
-    initramfs = (
-        host.path(kernel.initramfs.path).stat().st_size
-        if initramfs_actions(kernel) and kernel.initramfs.path
-        else 0
-    )
-    for place, needed in ((module_tree(kernel.release), new), (BACKUPS_DIR, old + initramfs)):
-        free = shutil.disk_usage(_existing(host, place)).free
-        if free < needed * 1.1 + (1 << 20):
-            raise PreflightError(
-                f"{kernel.release}: {needed >> 20} MiB needed in {place}, {free >> 20} MiB free",
-                code="disk-space",
-                hint="make room (apt autoremove --purge, apt clean) and try again",
-            )

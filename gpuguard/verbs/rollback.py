@@ -8,6 +8,7 @@ from gpuguard.apply.backups import Backup, get_backup, list_backups, prune, take
 from gpuguard.apply.initramfs import check_initramfs_possible
 from gpuguard.apply.install import initramfs_actions, rollback_actions, touched_paths
 from gpuguard.apply.lock import wait_for_package_tools
+from gpuguard.apply.room import check_room
 from gpuguard.apply.transaction import apply
 from gpuguard.config import Config
 from gpuguard.core.facts import HostFacts, Identity, KernelFacts
@@ -67,6 +68,7 @@ def roll_back(host: Host, config: Config | None, plan: RollbackPlan) -> str:
     wait_for_package_tools(host, timeout)
     if initramfs_actions(kernel) and kernel.initramfs.path is not None:
         check_initramfs_possible(kernel.release, kernel.initramfs.path, host)
+    check_room(actions, host, kernel)
     created = now()
     before = take(
         host,
