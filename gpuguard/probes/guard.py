@@ -175,7 +175,9 @@ def _folders(host: Host) -> Iterator[Path]:
     """Where lock and record may be: the system's place for root, the user's own for others."""
     yield host.path(RUN_DIR)
     for variable, below in (
-        ("XDG_RUNTIME_DIR", "gpuguard"), ("XDG_CACHE_HOME", "gpuguard"), ("HOME", ".cache/gpuguard"),
-    ):  # fmt: skip
+        ("XDG_RUNTIME_DIR", "gpuguard"),
+        ("XDG_CACHE_HOME", "gpuguard"),
+        ("HOME", ".cache/gpuguard"),
+    ):
         if (base := os.environ.get(variable, "")).startswith("/"):
             yield Path(base) / below
