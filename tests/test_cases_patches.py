@@ -205,7 +205,12 @@ def test_signed_with_an_enrolled_key_is_ready(box: Box) -> None:
 def test_signed_with_a_key_that_is_not_enrolled_is_said_before_the_reboot(box: Box) -> None:
     mok(box)
     efi(box, enrolled=b"another certificate")
-    box.rebuild("--kernel", K2)
+    done = box.rebuild("--kernel", K2)
+    assert done.status == 1  # it worked, but this is no kernel to boot into
+    (step,) = done.document["steps"]
+    assert (step["action"], step["ok"], step["ready"]) == ("rebuild", True, False)
+    assert "not enrolled" in step["not_ready_because"][0]
+    assert "done, but not ready" in box.run("rebuild", "--force", "--kernel", K2).out
     found = box.findings(K2)["secure-boot-key-not-enrolled"]
     assert found["severity"] == "critical"
     assert "mokutil --import /var/lib/dkms/mok.pub" in found["remedy"]
@@ -217,7 +222,7 @@ def test_signed_with_a_key_that_is_not_enrolled_is_said_before_the_reboot(box: B
 def test_a_list_of_keys_that_cannot_be_read_is_unknown(box: Box) -> None:
     mok(box)
     efi(box)
-    box.rebuilt("--kernel", K2)
+    assert box.rebuild("--kernel", K2).status == 1
     found = box.findings(K2)["secure-boot-unknown"]
     assert found["severity"] == "unknown"
     assert box.kernel(K2)["ready"] is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ from gpuguard.config_file import load_config
 from gpuguard.core.plan import Forget, Leave, Rebuild, RefreshInitramfs, Request, Step
 from gpuguard.errors import UsageError
 from gpuguard.verbs.inspect import Planned, look, make_plan, next_release
-from gpuguard.verbs.rebuild import Outcome, worst_exit_status
+from gpuguard.verbs.rebuild import Outcome, left_unready, worst_exit_status
 from gpuguard.verbs.rebuild import rebuild as carry_out
 
 Kernels = Annotated[
@@ -69,8 +70,8 @@ def rebuild(
     Works for any installed kernel, running or not; by default for every one that is not
     ready. DKMS's own files are left alone. A failure leaves the host exactly as it was.
 
-    Exit status: 0 done, 1 a kernel is not ready and nothing new can be tried for it,
-    65 and above: what failed first.
+    Exit status: 0 done, 1 nothing failed but a kernel is not ready (a key is not enrolled,
+    nothing new can be tried), 65 and above: what failed first.
     """
     if dry_run:
         plan(ctx, kernel=kernel, next_only=next_only, all_kernels=all_kernels, force=force)
@@ -83,9 +84,15 @@ def rebuild(
         )
         planned = make_plan(context.host, config, request)
         outcomes = _run(context, config, planned)
+        unready = left_unready(context.host, config, outcomes)
     if context.json:
-        context.print_json({"schema": 1, "steps": [_outcome_document(o) for o in outcomes]})
-    raise typer.Exit(worst_exit_status(outcomes))
+        context.print_json({
+            "schema": 1,
+            "steps": [_outcome_document(o, unready) for o in outcomes],
+        })  # fmt: skip
+    else:
+        _say_unready(outcomes, unready)
+    raise typer.Exit(worst_exit_status(outcomes, unready))
 
 
 def _run(context: Context, config: Config, planned: Planned) -> list[Outcome]:
@@ -201,9 +208,12 @@ def _action_word(step: Step) -> str:
     return words[type(step)]
 
 
-def _outcome_document(outcome: Outcome) -> dict[str, Any]:
+def _outcome_document(outcome: Outcome, unready: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     document = _step_document(outcome.step)
     document["ok"] = outcome.error is None
+    if outcome.error is None and not isinstance(outcome.step, Forget):
+        document["ready"] = outcome.step.release not in unready
+        document["not_ready_because"] = list(unready.get(outcome.step.release, ()))
     if outcome.error is not None:
         error = outcome.error
         document["error"] = {
@@ -221,6 +231,13 @@ def _outcome_document(outcome: Outcome) -> dict[str, Any]:
         document["core_cached"] = outcome.result.core_cached
         document["log"] = outcome.result.log
     return document
+
+
+def _say_unready(outcomes: list[Outcome], unready: Mapping[str, tuple[str, ...]]) -> None:
+    left_alone = {o.step.release for o in outcomes if isinstance(o.step, Leave)}  # has said why
+    for release, reasons in unready.items():
+        if release not in left_alone:
+            typer.echo(f"{release}: done, but not ready: {'; '.join(reasons)} (gpuguard status)")
 
 
 def _say_outcome(outcome: Outcome) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,14 @@ from gpuguard.build.progress import Progress
 from gpuguard.config import Config
 from gpuguard.core.facts import BuildFailure, BuildRecord, HostFacts, KernelFacts
 from gpuguard.core.plan import Forget, Leave, Rebuild, RefreshInitramfs, Step, is_gone
+from gpuguard.core.readiness import obstacles
 from gpuguard.core.stray import stray_backups
 from gpuguard.errors import BuildError, GpuguardError, PatchRejectedError, PreflightError
 from gpuguard.host import Host
 from gpuguard.records import forget_failure, record_files, record_path, write_failure
 from gpuguard.state import BACKUPS_DIR, DEPMOD_DIR, module_tree
 from gpuguard.verbs.clock import now
-from gpuguard.verbs.inspect import Planned
+from gpuguard.verbs.inspect import Planned, look
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +67,27 @@ def rebuild(host: Host, config: Config, planned: Planned, progress: Progress) ->
     prune(host, keep=config.backups.keep, gone=gone)
 
 
-def worst_exit_status(outcomes: list[Outcome]) -> int:
+def left_unready(host: Host, config: Config, outcomes: list[Outcome]) -> dict[str, tuple[str, ...]]:
+    """Kernels that nothing failed for and that are not ready all the same: release -> why.
+
+    Looked at anew: a module may be patched and signed now, and its key not enrolled.
+    """
+    asked = {o.step.release for o in outcomes if o.error is None and not isinstance(o.step, Forget)}
+    facts = look(host, config, with_p2p=False)
+    return {
+        kernel.release: tuple(obstacle.message for obstacle in found)
+        for kernel in facts.kernels
+        if kernel.release in asked and (found := obstacles(kernel, facts.driver, facts.secure_boot))
+    }
+
+
+def worst_exit_status(outcomes: list[Outcome], unready: Mapping[str, object]) -> int:
     """Exit status of a whole run: that of the first failure.
 
     Without one 0, or 1 if a kernel that was asked for is left not ready: ``rebuild && reboot``
     must not go on to the reboot.
     """
     failed = (o.error.exit_status for o in outcomes if o.error is not None)
-    unready = any(isinstance(o.step, Leave) and not o.step.is_ready for o in outcomes)
     return next(failed, 1 if unready else os.EX_OK)
 
 
