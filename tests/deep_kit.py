@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from importlib import resources
 from itertools import permutations
 from pathlib import Path
 from typing import Any
-
-from jsonschema import Draft202012Validator
 
 from gpuguard.core.deep import DeepJudgement, DeepVerdict
 from gpuguard.core.deep_facts import Check, DeepCard, DeepFacts, DeepPair, Engine, Rate, Span
@@ -19,6 +15,7 @@ from gpuguard.deep.course import DeepRequest
 from gpuguard.deep.supervise import Deadlines
 from gpuguard.host import LocalHost
 from gpuguard.verbs.deep import DeepOutcome, deep_verify
+from tests.schema import problems
 
 SPANS = (Span(offset=0, length=4096), Span(offset=13, length=65536))
 SIZE = 128 << 10  # words are mixed one by one in Python
@@ -115,18 +112,5 @@ def check_deep(
     """The verb over a child of one's own; its document is held against the schema."""
     asked = DeepRequest(**{"size_bytes": SIZE, "deadlines": QUICK, **(request or {})})
     outcome = deep_verify(LocalHost(root), asked, command=command, progress=progress, **more)
-    assert problems_of(json.loads(json.dumps(outcome.document))) == []
+    assert problems("verify-deep", json.loads(json.dumps(outcome.document))) == []
     return outcome
-
-
-@cache
-def _validator() -> Draft202012Validator:
-    file = resources.files("gpuguard").joinpath("resources/schema/verify-deep.schema.json")
-    schema = json.loads(file.read_text())
-    Draft202012Validator.check_schema(schema)
-    return Draft202012Validator(schema)
-
-
-def problems_of(document: object) -> list[str]:
-    """What is wrong with the object ``deep``; empty: nothing."""
-    return [f"{error.json_path}: {error.message}" for error in _validator().iter_errors(document)]

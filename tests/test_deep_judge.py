@@ -22,7 +22,9 @@ from gpuguard.core.deep_facts import (
 )
 from gpuguard.core.deep_findings import judge
 from gpuguard.core.findings import Verdict
-from tests.deep_kit import codes, facts_of, good_pair, problems_of, verdicts
+from gpuguard.verbs.deep import DeepOutcome
+from tests.deep_kit import codes, facts_of, good_pair, verdicts
+from tests.schema import problems
 
 
 def wrong(src: int, dst: int, kind: str, **more: Any) -> DeepPair:
@@ -209,8 +211,8 @@ def test_the_all_reduce_blames_p2p_only_against_a_good_run_without(
     judgement = judge(facts)
     assert codes(judgement) == ([] if code is None else [code])
     assert judgement.healthy is healthy
-    document = {**deep_document(facts, judgement), "accepted": False}
-    assert problems_of(document) == []
+    document = DeepOutcome(facts=facts, judgement=judgement).document
+    assert problems("verify-deep", document) == []
 
 
 def test_no_nccl_is_said_and_no_failure() -> None:

@@ -109,6 +109,8 @@ def _summary(outcome: DeepOutcome) -> Iterator[list[str]]:
         yield ["beside", f"{len(facts.workloads)} processes that compute on the cards"]
     if outcome.accepted:
         yield ["accepted", "these bandwidths are the baseline from now on"]
+    elif not outcome.asked and outcome.baseline is not None and facts.pairs:
+        yield ["baseline", outcome.baseline]
     elif outcome.asked:
         yield ["accepted", "nothing: only what is proven can be accepted"]
 

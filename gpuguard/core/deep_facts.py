@@ -152,11 +152,34 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepFacts:
-    """Everything the judgement needs.
+class Problem:
+    """Why nothing could be looked at; ``code`` is stable."""
 
-    ``problem`` with its stable ``problem_code``: why nothing, or not all, could be looked at.
-    """
+    code: str
+    remedy: str
+    text: str = ""
+    evidence: tuple[tuple[str, str], ...] = ()
+
+
+_LOOK_AT_DRIVER = "does nvidia-smi answer? see dmesg for NVRM and Xid lines"
+NOT_INSTALLED = Problem(
+    code="deep-not-installed",
+    remedy="pip install 'gpuguard[deep]'; with a driver before 580: 'gpuguard[deep-cu12]'",
+)
+UNAVAILABLE = Problem(code="deep-unavailable", remedy=_LOOK_AT_DRIVER)
+HANG_AT_START = Problem(code="deep-hang-at-start", remedy=_LOOK_AT_DRIVER)
+REFUSED = Problem(
+    code="deep-refused",
+    remedy="stop them first; or accept that both are slower: --beside-workloads",
+)
+OUTSTANDING = Problem(
+    code="probe-outstanding", remedy="it holds the cards until it ends; that may take a reboot"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepFacts:
+    """Everything the judgement needs; ``problem``: why nothing could be looked at."""
 
     cards: tuple[DeepCard, ...] = ()
     spans: tuple[Span, ...] = ()
@@ -166,10 +189,7 @@ class DeepFacts:
     collective: CollectiveFacts | None = None
     workloads: tuple[Workload, ...] = ()
     virtualised: str | None = None
-    problem: str | None = None
-    problem_code: str = ""
-    remedy: str = ""
-    evidence: tuple[tuple[str, str], ...] = ()
+    problem: Problem | None = None
 
     def expects(self, pair: DeepPair) -> bool:
         """Must this pair work: between groups of cards of several generations none need."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from gpuguard.core.deep import (
     Baseline,
@@ -15,37 +16,97 @@ from gpuguard.core.deep import (
 from gpuguard.core.deep_facts import CollectiveFacts, CollectiveOutcome, CollectiveRun, DeepFacts
 from gpuguard.core.findings import Finding, Severity
 
+_SUBJECT = "deep check"
 _SAFE = "until then keep frameworks off P2P: NCCL_P2P_DISABLE=1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meaning:
+    """What a kind of finding says; ``severity`` is critical unless it says otherwise."""
+
+    code: str
+    message: str
+    remedy: str
+    severity: Severity = Severity.CRITICAL
+
+    def finding(self, subject: str, evidence: dict[str, str]) -> Finding:
+        return Finding(
+            code=self.code,
+            severity=self.severity,
+            subject=subject,
+            message=self.message,
+            remedy=self.remedy,
+            evidence=evidence,
+        )
+
+
 _MEANING = {
-    DeepVerdict.WRONG_DATA: (
-        "deep-wrong-data",
-        Severity.CRITICAL,
-        "the driver grants P2P, and wrong data arrives",
-        f"find the cause: gpuguard doctor (IOMMU, ACS, BAR1, virtualisation); {_SAFE}",
+    DeepVerdict.WRONG_DATA: _Meaning(
+        code="deep-wrong-data",
+        message="the driver grants P2P, and wrong data arrives",
+        remedy=f"find the cause: gpuguard doctor (IOMMU, ACS, BAR1, virtualisation); {_SAFE}",
     ),
-    DeepVerdict.HANG: (
-        "deep-hang",
-        Severity.CRITICAL,
-        "the driver grants P2P, and a transfer never ends",
-        f"find the cause: gpuguard doctor (ACS, IOMMU); {_SAFE}",
+    DeepVerdict.HANG: _Meaning(
+        code="deep-hang",
+        message="the driver grants P2P, and a transfer never ends",
+        remedy=f"find the cause: gpuguard doctor (ACS, IOMMU); {_SAFE}",
     ),
-    DeepVerdict.TRANSFER_ERROR: (
-        "deep-transfer-error",
-        Severity.CRITICAL,
-        "the driver grants P2P, and CUDA gives up on a transfer",
-        f"see dmesg for NVRM and Xid lines; {_SAFE}",
+    DeepVerdict.TRANSFER_ERROR: _Meaning(
+        code="deep-transfer-error",
+        message="the driver grants P2P, and CUDA gives up on a transfer",
+        remedy=f"see dmesg for NVRM and Xid lines; {_SAFE}",
     ),
-    DeepVerdict.IMPLAUSIBLE: (
-        "deep-implausible",
-        Severity.CRITICAL,
-        "data seems to move faster than the link can carry it, so it does not take the link",
-        f"find the cause: gpuguard doctor (a display on the card, BAR1); {_SAFE}",
+    DeepVerdict.IMPLAUSIBLE: _Meaning(
+        code="deep-implausible",
+        message="data seems to move faster than the link can carry it: it does not take the link",
+        remedy=f"find the cause: gpuguard doctor (a display on the card, BAR1); {_SAFE}",
     ),
-    DeepVerdict.INCONCLUSIVE: (
-        "deep-inconclusive",
-        Severity.UNKNOWN,
-        "it could not be told whether data arrives",
-        "see the reason; with too little memory free: --size",
+    DeepVerdict.INCONCLUSIVE: _Meaning(
+        code="deep-inconclusive",
+        message="it could not be told whether data arrives",
+        remedy="see the reason; with too little memory free: --size",
+        severity=Severity.UNKNOWN,
+    ),
+}
+_REFUSED = _Meaning(
+    code="deep-no-grant",
+    message="the driver grants no peer access where there has to be one",
+    remedy="see whether the loaded module is patched: gpuguard status",
+)
+_REGRESSED = _Meaning(
+    code="bandwidth-regressed",
+    message="data arrives, and slower than when the baseline was accepted",
+    remedy="gpuguard doctor (link speed and width, ACS); if it is meant to be so: --accept",
+    severity=Severity.WARNING,
+)
+_NO_PAIR = _Meaning(
+    code="deep-no-pair",
+    message="no pair tested: one card; the method was tried on its own memory",
+    remedy="nothing to do on a host with one card",
+    severity=Severity.UNKNOWN,
+)
+_CULPRIT = "with P2P on, and is right with it off: P2P is the culprit"
+_COLLECTIVE = {
+    "hang": _Meaning(
+        code="collective-hang",
+        message=f"an all-reduce hangs {_CULPRIT}",
+        remedy=f"find the cause: gpuguard doctor; {_SAFE}",
+    ),
+    "wrong-data": _Meaning(
+        code="collective-wrong-data",
+        message=f"an all-reduce gives wrong sums {_CULPRIT}",
+        remedy=f"find the cause: gpuguard doctor; {_SAFE}",
+    ),
+    "transfer-error": _Meaning(
+        code="collective-transfer-error",
+        message=f"an all-reduce fails {_CULPRIT}",
+        remedy=f"see dmesg for NVRM and Xid lines; {_SAFE}",
+    ),
+    "inconclusive": _Meaning(
+        code="collective-inconclusive",
+        message="the all-reduce fails with P2P off as well, or did not use P2P: nothing is proven",
+        remedy="look at NCCL's own messages: NCCL_DEBUG=INFO",
+        severity=Severity.UNKNOWN,
     ),
 }
 
@@ -86,61 +147,42 @@ def deep_findings(facts: DeepFacts, pairs: Sequence[PairVerdict]) -> Iterator[Fi
     name = card_name(facts)
     if facts.problem is not None:
         yield Finding(
-            code=facts.problem_code,
+            code=facts.problem.code,
             severity=Severity.UNKNOWN,
-            subject="deep check",
-            message=facts.problem,
-            remedy=facts.remedy,
-            evidence=dict(facts.evidence),
+            subject=_SUBJECT,
+            message=facts.problem.text,
+            remedy=facts.problem.remedy,
+            evidence=dict(facts.problem.evidence),
         )
     yield from _no_grant([pair for pair in pairs if facts.expects(pair.pair)], name)
     for verdict in _MEANING:
         yield from _of_verdict(verdict, pairs, name)
     yield from _regressed(pairs, name)
-    yield from _incomplete(facts, pairs)
+    if len(facts.cards) == 1 and facts.problem is None:
+        yield _NO_PAIR.finding(_SUBJECT, {})
     if facts.collective is not None:
         yield from _collective(facts.collective)
 
 
 def _no_grant(pairs: Sequence[PairVerdict], name: Name) -> Iterator[Finding]:
-    refused = [pair for pair in pairs if pair.pair.grant is False]
+    refused = {_arrow(pair, name): "no peer access" for pair in pairs if pair.pair.grant is False}
     if refused:
-        yield Finding(
-            code="deep-no-grant",
-            severity=Severity.CRITICAL,
-            subject="deep check",
-            message=f"the driver grants no peer access on {len(refused)} of {len(pairs)} pairs",
-            remedy="see whether the loaded module is patched: gpuguard status",
-            evidence={_arrow(pair, name): "no peer access" for pair in refused},
-        )
+        yield _REFUSED.finding(_SUBJECT, refused)
 
 
 def _of_verdict(
     verdict: DeepVerdict, pairs: Sequence[PairVerdict], name: Name
 ) -> Iterator[Finding]:
-    code, severity, message, remedy = _MEANING[verdict]
-    evidence = {
-        f"{_arrow(pair, name)}, {engine.engine}": engine.reason
-        for pair in pairs
-        for engine in pair.engines
-        if engine.verdict is verdict and _is_to_report(pair, verdict)
-    }
-    evidence |= {
-        _arrow(pair, name): pair.reason
-        for pair in pairs
-        if pair.verdict is verdict
-        and _is_to_report(pair, verdict)
-        and all(engine.verdict is not verdict for engine in pair.engines)
-    }
+    evidence: dict[str, str] = {}
+    for pair in pairs:
+        if not _is_to_report(pair, verdict):
+            continue
+        engines = [engine for engine in pair.engines if engine.verdict is verdict]
+        evidence |= {f"{_arrow(pair, name)}, {e.engine}": e.reason for e in engines}
+        if pair.verdict is verdict and not engines:
+            evidence[_arrow(pair, name)] = pair.reason
     if evidence:
-        yield Finding(
-            code=code,
-            severity=severity,
-            subject="deep check",
-            message=message,
-            remedy=remedy,
-            evidence=evidence,
-        )
+        yield _MEANING[verdict].finding(_SUBJECT, evidence)
 
 
 def _is_to_report(pair: PairVerdict, verdict: DeepVerdict) -> bool:
@@ -157,78 +199,21 @@ def _regressed(pairs: Sequence[PairVerdict], name: Name) -> Iterator[Finding]:
         for engine, share in pair.regressed
     }
     if evidence:
-        yield Finding(
-            code="bandwidth-regressed",
-            severity=Severity.WARNING,
-            subject="deep check",
-            message="data arrives, and slower than when the baseline was accepted",
-            remedy="gpuguard doctor (link speed and width, ACS); if it is meant to be so: --accept",
-            evidence=evidence,
-        )
-
-
-def _incomplete(facts: DeepFacts, pairs: Sequence[PairVerdict]) -> Iterator[Finding]:
-    count = len(facts.cards)
-    real = sum(pair.pair.src != pair.pair.dst for pair in pairs)
-    if count == 1 and facts.problem is None:
-        yield Finding(
-            code="deep-no-pair",
-            severity=Severity.UNKNOWN,
-            subject="deep check",
-            message="no pair tested: one card; the method was tried on its own memory",
-            remedy="nothing to do on a host with one card",
-        )
-    elif facts.problem is None and real != count * (count - 1):
-        yield Finding(
-            code="deep-incomplete",
-            severity=Severity.UNKNOWN,
-            subject="deep check",
-            message=f"{real} of {count * (count - 1)} ordered pairs were reached",
-            remedy="do nvidia-smi and CUDA see the same cards?",
-        )
+        yield _REGRESSED.finding(_SUBJECT, evidence)
 
 
 def _collective(facts: CollectiveFacts) -> Iterator[Finding]:
     if facts.with_p2p is None or facts.without_p2p is None:
         return  # NCCL is not there: said in the output, no finding
-    evidence = {
-        f"P2P {word}": f"{run.outcome}{f' via {run.transport}' if run.transport else ''}"
-        f"{f': {run.detail}' if run.detail else ''}"
-        for word, run in (("on", facts.with_p2p), ("off", facts.without_p2p))
-    }
-    told = _collective_told(facts.with_p2p, facts.without_p2p)
-    if told is not None:
-        code, severity, message, remedy = told
-        yield Finding(
-            code=code,
-            severity=severity,
-            subject="all-reduce",
-            message=message,
-            remedy=remedy,
-            evidence=evidence,
-        )
+    verdict = collective_verdict(facts.with_p2p, facts.without_p2p)
+    if verdict in _COLLECTIVE:
+        evidence = {"P2P on": _told(facts.with_p2p), "P2P off": _told(facts.without_p2p)}
+        yield _COLLECTIVE[verdict].finding("all-reduce", evidence)
 
 
-def _collective_told(
-    on: CollectiveRun, off: CollectiveRun
-) -> tuple[str, Severity, str, str] | None:
-    verdict = collective_verdict(on, off)
-    if verdict == "healthy":
-        return None
-    if verdict == "inconclusive":
-        return (
-            "collective-inconclusive",
-            Severity.UNKNOWN,
-            "the all-reduce fails with P2P off as well, or did not use P2P: nothing is proven",
-            "look at NCCL's own messages: NCCL_DEBUG=INFO",
-        )
-    word = "hangs" if verdict == "hang" else "gives wrong sums or fails"
-    return (
-        f"collective-{verdict}",
-        Severity.CRITICAL,
-        f"an all-reduce {word} with P2P on and is right with it off: P2P is the culprit",
-        f"find the cause: gpuguard doctor; {_SAFE}",
-    )
+def _told(run: CollectiveRun) -> str:
+    via = f" via {run.transport}" if run.transport else ""
+    return f"{run.outcome}{via}{f': {run.detail}' if run.detail else ''}"
 
 
 def collective_verdict(on: CollectiveRun, off: CollectiveRun) -> str:

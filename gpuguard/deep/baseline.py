@@ -16,23 +16,24 @@ BASELINE_FILE = f"{STATE_DIR}/p2p-baseline.json"
 _SCHEMA = 1
 
 
-def read_baseline(host: Host) -> Baseline:
-    """What was accepted; empty if nothing was.
+def read_baseline(host: Host) -> tuple[Baseline, int | None]:
+    """What was accepted, and for transfers of how many bytes; nothing and None if nothing was.
 
     Raises:
         StateError: the file is there and cannot be used.
     """
     text = read_text(host, BASELINE_FILE)
     if text is None:
-        return {}
+        return {}, None
     try:
         document = json.loads(text)
         known = {_SCHEMA: document["pairs"]}
-        return {
+        rates = {
             (pair["src"], pair["dst"], Engine(engine)): float(rate)
             for pair in known[document["schema"]]
             for engine, rate in pair["bytes_per_second"].items()
         }
+        return rates, int(document["length"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(
             f"{BASELINE_FILE} cannot be used: {error}",
@@ -40,11 +41,12 @@ def read_baseline(host: Host) -> Baseline:
         ) from error
 
 
-def write_baseline(host: Host, pairs: Iterable[DeepPair], *, accepted: str) -> None:
-    """Replace it; ``accepted`` is when, RFC 3339."""
+def write_baseline(host: Host, pairs: Iterable[DeepPair], *, length: int, accepted: str) -> None:
+    """Replace it; ``length`` is that of the measured transfer, ``accepted`` when, RFC 3339."""
     document = {
         "schema": _SCHEMA,
         "accepted": accepted,
+        "length": length,
         "pairs": [
             {
                 "src": pair.src,

@@ -60,10 +60,10 @@ def _start() -> Cuda | None:
 
         return DriverCuda()
     except ImportError as error:
-        emit("unavailable", code="deep-not-installed", problem=f"{error}")
+        emit("unavailable", installed=False, problem=f"{error}")
     except (CudaError, RuntimeError, OSError) as error:
         # RuntimeError: what the bindings raise where there is no libcuda.so.1
-        emit("unavailable", code="deep-unavailable", problem=f"CUDA cannot be used: {error}")
+        emit("unavailable", installed=True, problem=f"CUDA cannot be used: {error}")
     return None
 
 

@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpuguard.core.deep_facts import Check, DeepCard, DeepPair, Engine, NvLink, Rate
+from gpuguard.core.deep_facts import (
+    NOT_INSTALLED,
+    UNAVAILABLE,
+    Check,
+    DeepCard,
+    DeepPair,
+    Engine,
+    NvLink,
+    Problem,
+    Rate,
+)
 from gpuguard.core.expectation import normal_bus_id
 from gpuguard.deep.pairs import is_named
 
@@ -29,7 +39,7 @@ class Collector:
         self.processes: dict[int, list[str]] = {}  # pid -> UUIDs of its cards
         self.planned: list[UuidPair] | None = None
         self.pairs: dict[UuidPair, DeepPair] = {}
-        self.unavailable: tuple[str, str] | None = None  # code, problem
+        self.unavailable: Problem | None = None
         self.look_problem: str | None = None
         self.collective: dict[str, str] = {}
         self.transports: set[str] = set()
@@ -118,7 +128,8 @@ class Collector:
             self.planned = [_pair(pair) for pair in fact["pairs"]]
 
     def _unavailable(self, fact: dict[str, Any]) -> None:
-        self.unavailable = fact["code"], fact["problem"]
+        kind = UNAVAILABLE if fact["installed"] else NOT_INSTALLED
+        self.unavailable = replace(kind, text=str(fact["problem"]))
 
     def _step(self, fact: dict[str, Any]) -> None:
         pair = _pair(fact["pair"]) if "pair" in fact else None

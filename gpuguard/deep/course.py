@@ -7,11 +7,21 @@ check that still hangs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
-from gpuguard.core.deep_facts import DeepCard, DeepFacts, DeepPair, Workload
+from gpuguard.core.deep_facts import (
+    HANG_AT_START,
+    OUTSTANDING,
+    REFUSED,
+    UNAVAILABLE,
+    DeepCard,
+    DeepFacts,
+    DeepPair,
+    Problem,
+    Workload,
+)
 from gpuguard.core.virtual import guest_of
 from gpuguard.deep.allreduce import run_allreduce
 from gpuguard.deep.collect import Collector
@@ -23,8 +33,6 @@ from gpuguard.probes.guard import OutstandingError, guarded
 from gpuguard.probes.virt import probe_virt
 
 DEFAULT_SIZE = 256 << 20
-_INSTALL = "pip install 'gpuguard[deep]'; with a driver before 580: 'gpuguard[deep-cu12]'"
-_LOOK_AT_DRIVER = "does nvidia-smi answer? see dmesg for NVRM and Xid lines"
 _LOG_SHOWN = 5
 
 
@@ -43,24 +51,6 @@ class DeepRequest:
     deadlines: Deadlines = field(default_factory=Deadlines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Problem:
-    """Why nothing could be looked at."""
-
-    code: str
-    text: str
-    remedy: str
-    evidence: tuple[tuple[str, str], ...] = ()
-
-    def as_facts(self) -> dict[str, Any]:
-        return {
-            "problem": self.text,
-            "problem_code": self.code,
-            "remedy": self.remedy,
-            "evidence": self.evidence,
-        }
-
-
 def run_course(
     host: Host,
     request: DeepRequest,
@@ -77,9 +67,8 @@ def run_course(
             )
             return _run(host, request, supervisor, collector)
     except OutstandingError as error:
-        remedy = "it holds the cards until it ends; that may take a reboot"
-        problem = _Problem(code=error.code, text=error.message, remedy=remedy)
-        return DeepFacts(virtualised=_virtualised(host), **problem.as_facts())
+        problem = replace(OUTSTANDING, text=error.message)
+        return DeepFacts(virtualised=_virtualised(host), problem=problem)
 
 
 def _run(
@@ -90,46 +79,39 @@ def _run(
     common: dict[str, Any] = {"workloads": workloads, "virtualised": _virtualised(host)}
     if (problem := _refusal(request, looked, workloads)) is not None:
         cards = collector.chosen(request.only)
-        return DeepFacts(cards=cards, **common, **problem.as_facts())
+        return DeepFacts(cards=cards, **common, problem=problem)
     common["spans"] = make_spans(fitting(request.size_bytes, collector.cards.values()))
     spans = [asdict(span) for span in common["spans"]]
     ending = supervisor.run_pairs({"only": request.only, "spans": spans})
     cards = collector.chosen(request.only)
     if (problem := _no_pairs(collector, ending)) is not None:
-        return DeepFacts(cards=cards, **common, **problem.as_facts())
+        return DeepFacts(cards=cards, **common, problem=problem)
     if request.collective and supervisor.abandoned is None and collector.is_granted():
         common["collective"] = run_allreduce(supervisor, collector, [card.uuid for card in cards])
     return _facts(cards, collector.pairs, ending, common)
 
 
-def _refusal(
-    request: DeepRequest, looked: Ending, workloads: Sequence[Workload]
-) -> _Problem | None:
+def _refusal(request: DeepRequest, looked: Ending, workloads: Sequence[Workload]) -> Problem | None:
     if looked.hang:
-        text = f"NVML hangs: {looked.problem}"
-        return _Problem(code="deep-hang-at-start", text=text, remedy=_LOOK_AT_DRIVER)
+        return replace(HANG_AT_START, text=f"NVML hangs: {looked.problem}")
     if not workloads or request.beside_workloads:
         return None
-    return _Problem(
-        code="deep-refused",
+    return replace(
+        REFUSED,
         text=f"{len(workloads)} processes compute on the cards; nothing was tested",
-        remedy="stop them first; or accept that both are slower: --beside-workloads",
         evidence=tuple((f"pid {w.pid}", f"{w.name} ({w.source})") for w in workloads),
     )
 
 
-def _no_pairs(collector: Collector, ending: Ending) -> _Problem | None:
+def _no_pairs(collector: Collector, ending: Ending) -> Problem | None:
     if collector.unavailable is not None:
-        code, text = collector.unavailable
-        remedy = _INSTALL if code == "deep-not-installed" else _LOOK_AT_DRIVER
-        return _Problem(code=code, text=text, remedy=remedy)
+        return collector.unavailable
     if collector.pairs:
         return None
     log = list(collector.log)[-_LOG_SHOWN:]
-    return _Problem(
-        code="deep-hang-at-start" if ending.hang else "deep-unavailable",
+    return replace(
+        HANG_AT_START if ending.hang else UNAVAILABLE,
         text=ending.problem or "CUDA shows no card, or none of those named",
-        remedy=_LOOK_AT_DRIVER,
         evidence=tuple((f"log {number}", line) for number, line in enumerate(log)),
     )
 

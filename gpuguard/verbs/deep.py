@@ -30,11 +30,16 @@ class DeepOutcome:
     judgement: DeepJudgement
     asked: bool = False
     accepted: bool = False
+    baseline: str | None = None  # why bandwidths could not be compared; None: they were
 
     @property
     def document(self) -> dict[str, Any]:
         """What ``--json`` prints."""
-        return {**deep_document(self.facts, self.judgement), "accepted": self.accepted}
+        return {
+            **deep_document(self.facts, self.judgement),
+            "accepted": self.accepted,
+            "baseline": self.baseline is None,
+        }
 
 
 def deep_verify(
@@ -65,12 +70,27 @@ def deep_verify(
     if not host.is_live and command is COMMAND:
         raise UsageError("--deep moves bytes on the running system; it cannot go with --root")
     # Whoever accepts anew does not need what was accepted before, readable or not.
-    baseline = {} if accept else read_baseline(host)
+    baseline, length = ({}, None) if accept else read_baseline(host)
     facts = run_course(host, request or DeepRequest(), progress=progress, command=command)
     if expected is not None:
         facts = replace(facts, expected=tuple(sorted(expected)))
+    longest = max((span.length for span in facts.spans), default=0)
+    if length not in (None, longest):  # small transfers are slower: the two do not compare
+        baseline = {}
     judgement = judge(facts, baseline, regressed_below=regressed_below)
     accepted = accept and judgement.healthy is True
     if accepted:
-        write_baseline(host, facts.pairs, accepted=now())
-    return DeepOutcome(facts=facts, judgement=judgement, asked=accept, accepted=accepted)
+        write_baseline(host, facts.pairs, length=longest, accepted=now())
+    return DeepOutcome(
+        facts=facts,
+        judgement=judgement,
+        asked=accept,
+        accepted=accepted,
+        baseline=None if baseline else _no_baseline(length),
+    )
+
+
+def _no_baseline(length: int | None) -> str | None:
+    if length is None:
+        return "none: gpuguard verify --deep --accept records one"
+    return f"none for this size: it was recorded with --size {length >> 20}"
