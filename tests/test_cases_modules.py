@@ -295,3 +295,30 @@ def test_a_userland_of_another_point_release_is_a_mismatch(box: Box) -> None:
     assert found["severity"] == "critical"
     assert "999.10.01" in found["message"]
     assert "999.10.04" in found["message"]
+
+
+def test_a_loaded_driver_of_another_point_release_asks_for_a_reboot(box: Box) -> None:
+    load(box.root, box.dkms_copy(K1))
+    set_userland(box.root, "999.10.04")
+    found = box.findings("driver")["driver-library-mismatch"]
+    assert found["severity"] == "critical"
+    assert "999.10.01" in found["message"]
+    assert "999.10.04" in found["message"]
+    assert box.status()["reboot"]["required"] is True
+
+
+# C52: the proprietary flavour cannot be patched
+
+
+def test_the_proprietary_flavour_is_said_plainly(box: Box) -> None:
+    load(box.root, box.dkms_copy(K1))
+    text = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  999.10.01  Thu Oct  6 21:38:55 UTC 2022\n"
+    )
+    (box.root / "proc/driver/nvidia/version").write_text(text)
+    status = box.status()
+    assert status["driver"]["flavour"] == "proprietary"
+    assert status["driver"]["loaded"] == "999.10.01"
+    found = box.findings("driver")["proprietary-driver"]
+    assert found["severity"] == "critical"
+    assert "open kernel modules" in found["remedy"]
