@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from gpuguard.host import Host
 from gpuguard.state import BUILDS_DIR, FAILURES_DIR, depmod_file
 
 _SCHEMA = 1
+DEPMOD_HEAD = b"# Written by gpuguard"  # how our depmod configuration begins
 
 
 def record_path(release: str, created: str) -> str:
@@ -84,9 +86,17 @@ def recorded_releases(host: Host) -> tuple[str, ...]:
     folder = host.path(str(Path(depmod_file("")).parent))
     if folder.is_dir():
         for entry in folder.iterdir():
-            if entry.name.startswith(prefix) and entry.name.endswith(suffix):
+            is_named = entry.name.startswith(prefix) and entry.name.endswith(suffix)
+            if is_named and _is_ours(entry):
                 found.add(entry.name.removeprefix(prefix).removesuffix(suffix))
     return tuple(sorted(found))
+
+
+def _is_ours(config: Path) -> bool:
+    """An operator may have a ``zz-gpuguard-local.conf``; ours says whose it is."""
+    with suppress(OSError), config.open("rb") as file:
+        return file.read(len(DEPMOD_HEAD)) == DEPMOD_HEAD
+    return False
 
 
 def record_files(host: Host, release: str) -> tuple[str, ...]:

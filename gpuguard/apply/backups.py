@@ -52,6 +52,7 @@ class Backup:
     reason: str
     modules: tuple[BackedUpModule, ...]
     files: tuple[FileBefore, ...] = ()
+    sequence: int = 0  # order of making; a clock may go backwards
 
     @property
     def identity(self) -> str:
@@ -99,6 +100,7 @@ def take(
         reason=reason,
         modules=tuple(modules),
         files=tuple(found for found in looks if isinstance(found, FileBefore)),
+        sequence=max((backup.sequence for backup in list_backups(host)), default=0) + 1,
     )
     document = {"schema": _SCHEMA, **asdict(backup)}
     try:
@@ -136,7 +138,7 @@ def list_backups(host: Host, release: str | None = None) -> tuple[Backup, ...]:
         ) from error
     found = [_read(path) for path in paths]
     wanted = [backup for backup in found if release is None or backup.release == release]
-    return tuple(sorted(wanted, key=lambda backup: (backup.created, backup.id)))
+    return tuple(sorted(wanted, key=_age))
 
 
 def get_backup(host: Host, backup_id: str) -> Backup:
@@ -162,7 +164,7 @@ def superfluous(
     they are the way back.
     """
     by_release: dict[str, list[Backup]] = defaultdict(list)
-    for backup in sorted(backups, key=lambda b: (b.created, b.id), reverse=True):
+    for backup in sorted(backups, key=_age, reverse=True):
         by_release[backup.release].append(backup)
     dropped = []
     for release, newest_first in by_release.items():
@@ -193,6 +195,10 @@ def prune(host: Host, *, keep: int, gone: AbstractSet[str] = frozenset()) -> tup
     return dropped
 
 
+def _age(backup: Backup) -> tuple[int, str, str]:
+    return (backup.sequence, backup.created, backup.id)
+
+
 def _new_id(host: Host, release: str, created: str) -> str:
     stamp = created.replace("-", "").replace(":", "")
     candidate, count = f"{stamp}-{release}", 1
@@ -218,6 +224,7 @@ def _read(path: Path) -> Backup:
             reason=document["reason"],
             modules=tuple(BackedUpModule(**module) for module in document["modules"]),
             files=tuple(FileBefore(**file) for file in document["files"]),
+            sequence=int(document.get("sequence", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(

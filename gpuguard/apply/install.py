@@ -27,7 +27,7 @@ from gpuguard.apply.objects import ObjectStore
 from gpuguard.core.facts import BuildRecord, KernelFacts
 from gpuguard.host import Host
 from gpuguard.host.files import sha256_file
-from gpuguard.records import encode_record, record_path
+from gpuguard.records import DEPMOD_HEAD, encode_record, record_path
 from gpuguard.state import MODULES_SUBDIR, depmod_file, module_tree
 
 
@@ -55,8 +55,8 @@ def override_config(release: str, base_names: list[str]) -> bytes:
     """
     pattern = "^" + re.sub(r"[^A-Za-z0-9_-]", lambda match: f"[{match[0]}]", release) + "$"
     lines = [f"override {base} {pattern} {MODULES_SUBDIR}" for base in sorted(base_names)]
-    head = f"# Written by gpuguard: its modules for {release} win over DKMS's copies.\n"
-    return (head + "\n".join(lines) + "\n").encode()
+    head = f": its modules for {release} win over DKMS's copies.\n"
+    return DEPMOD_HEAD + (head + "\n".join(lines) + "\n").encode()
 
 
 def install_actions(
@@ -94,12 +94,12 @@ def rollback_actions(host: Host, kernel: KernelFacts, backup: Backup) -> tuple[A
     """
     store = ObjectStore(host)
     ours: dict[str, Path] = {}
-    folder = our_folder(kernel.release)
+    folder = host.path(our_folder(kernel.release))
     for module in backup.modules:
         content = store.verified(module.digest)
-        if Path(module.path).parent.as_posix() != folder and _is_there(
-            host, module.path, module.digest
-        ):
+        # real paths: /lib/modules and /usr/lib/modules are one place on a merged-/usr system
+        is_ours = host.path(str(Path(module.path).parent)) == folder
+        if not is_ours and _is_there(host, module.path, module.digest):
             continue
         ours[Path(module.path).name] = content
     expected = tuple(

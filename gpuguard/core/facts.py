@@ -63,6 +63,7 @@ class ModuleFile:
     srcversion: str | None = None
     signed: bool = False
     problem: str | None = None
+    packaged: bool = False  # dpkg put it there; asked only for files that look stray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,7 @@ class KernelFacts:
     records: tuple[BuildRecord, ...] = ()
     failure: BuildFailure | None = None
     problem: str | None = None  # why its modules could not be resolved
+    has_own_modules: bool = True  # ``kernel/`` is there: the package is not purged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +260,7 @@ class HostFacts:
     p2p: P2pFacts = field(default_factory=P2pFacts)
     pci_gpus: tuple[str, ...] = ()  # PCI bus ids of NVIDIA display devices
     held: tuple[str, ...] = ()
+    modules_config: str = ""  # fingerprint of depmod.d and modprobe.d: decides who wins
     interrupted: str | None = None  # a change that was killed and not yet cleaned up after
 
     def running_records(self) -> tuple[BuildRecord, ...] | None:

@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gpuguard.core.facts import BuildRecord, HostFacts, InitramfsState, KernelFacts
+from gpuguard.core.facts import (
+    BuildFailure,
+    BuildRecord,
+    HostFacts,
+    InitramfsState,
+    KernelFacts,
+)
 from gpuguard.core.policy import Policy
 from gpuguard.core.readiness import Obstacle, obstacles
 from gpuguard.core.stray import stray_backups
@@ -123,20 +129,22 @@ def plan(
         (k for k in facts.kernels if k.image is not None and _is_wanted(k, policy, request)),
         key=lambda kernel: kernel.release != facts.next.release,  # the next boot comes first
     )
-    steps: list[Step] = [
-        _step(kernel, obstacles(kernel, facts.driver, facts.secure_boot), request, inputs)
-        for kernel in kernels
-    ]
+    steps: list[Step] = [_step(kernel, facts, request, inputs) for kernel in kernels]
     if request.releases is None:
         steps += [Forget(release=release) for release in recorded if is_gone(release, facts)]
     return Plan(steps=tuple(steps))
 
 
 def is_gone(release: str, facts: HostFacts) -> bool:
-    """True if a kernel that we know of was removed, image and all."""
-    installed = {kernel.release for kernel in facts.kernels if kernel.image is not None}
-    # no image at all: /boot is not mounted, and no kernel went away
-    return bool(installed) and release not in installed and release != facts.running
+    """True if a kernel that we know of was purged: neither an image nor modules of its own.
+
+    An image that is not seen proves nothing (/boot not mounted, images on the ESP alone), and
+    while the next kernel is not known none is given up.
+    """
+    if facts.next.release is None or release in (facts.running, facts.next.release):
+        return False
+    kernel = next((k for k in facts.kernels if k.release == release), None)
+    return kernel is None or (kernel.image is None and not kernel.has_own_modules)
 
 
 def _is_wanted(kernel: KernelFacts, policy: Policy, request: Request) -> bool:
@@ -147,10 +155,11 @@ def _is_wanted(kernel: KernelFacts, policy: Policy, request: Request) -> bool:
 
 def _step(
     kernel: KernelFacts,
-    found: tuple[Obstacle, ...],
+    facts: HostFacts,
     request: Request,
     inputs: Mapping[str, Inputs],
 ) -> Step:
+    found = obstacles(kernel, facts.driver, facts.secure_boot)
     reasons = tuple(_reasons(kernel, found, request, inputs.get(kernel.release)))
     if not reasons:
         if kernel.initramfs.state is InitramfsState.STALE:
@@ -163,7 +172,7 @@ def _step(
         )
     now = inputs.get(kernel.release)
     failure = kernel.failure
-    if failure and now and dict(failure.inputs) == dict(now.inputs) and not request.force:
+    if failure and now and _same_inputs(failure, now, facts) and not request.force:
         return Leave(
             release=kernel.release,
             reason=(
@@ -171,6 +180,13 @@ def _step(
                 "--force tries again"
             ),
             is_ready=not found,
+        )
+    if now is not None and now.blockers and not found and not request.force:
+        why = "; ".join(f"{blocker.message} [{blocker.code}]" for blocker in now.blockers)
+        return Leave(
+            release=kernel.release,
+            reason=f"ready; {', '.join(reasons)}, but nothing can be built: {why}",
+            is_ready=True,
         )
     return Rebuild(
         release=kernel.release, reasons=reasons, blockers=now.blockers if now is not None else ()
@@ -183,18 +199,36 @@ def _reasons(
     yield from (obstacle.message for obstacle in found if obstacle.rebuildable)
     if not any(obstacle.rebuildable for obstacle in found):
         if now is not None and kernel.records:
-            yield from changed_inputs(kernel.records[-1], now)
+            yield from changed_inputs(_record_in_use(kernel), now)
         if stray := stray_backups(kernel):
             yield f"copies below updates/ compete with the real modules: {', '.join(stray)}"
         if request.force:
             yield "--force"
 
 
+def _same_inputs(failure: BuildFailure, now: Inputs, facts: HostFacts) -> bool:
+    before = dict(failure.inputs)
+    after = dict(now.inputs)
+    if "modules_config" in before:  # another copy won after depmod: who wins is an input, too
+        after["modules_config"] = facts.modules_config
+    return before == after
+
+
+def _record_in_use(kernel: KernelFacts) -> BuildRecord:
+    """The record of what resolves now; by build-id, since a clock may have gone backwards."""
+    resolved = {module.file.build_id for module in kernel.modules if module.file is not None}
+    for record in reversed(kernel.records):
+        if any(build_id in resolved for _, build_id in record.build_ids):
+            return record
+    return kernel.records[-1]
+
+
 def changed_inputs(record: BuildRecord, now: Inputs) -> Iterator[str]:
     """What a build would be made from now that differs from what the record was made from."""
     before = dict(record.inputs)
     for key, value in now.inputs:
-        if key in before and before[key] != value:
+        # an input that cannot be read now (headers removed) is unknown, not changed
+        if before.get(key) and value and before[key] != value:
             yield f"{key.replace('_', ' ')} changed since the last build"
 
 

@@ -30,7 +30,7 @@ def stray_backups(kernel: KernelFacts) -> tuple[str, ...]:
     """
     prefix = f"/lib/modules/{kernel.release}/"
     found = []
-    for path in _paths(kernel):
+    for path in _paths(kernel, with_packaged=False):
         inside = path.removeprefix("/usr").removeprefix(prefix)
         folder = str(PurePosixPath(inside).parent)
         if inside.startswith("updates/") and folder not in _OWNED_FOLDERS and folder != "updates":
@@ -38,13 +38,13 @@ def stray_backups(kernel: KernelFacts) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _paths(kernel: KernelFacts) -> list[str]:
+def _paths(kernel: KernelFacts, *, with_packaged: bool = True) -> list[str]:
     files = [
         file
         for module in kernel.modules
         for file in ((module.file,) if module.file else ()) + module.others
     ]
-    return sorted({file.path for file in files})
+    return sorted({file.path for file in files if with_packaged or not file.packaged})
 
 
 def _leftover(kernel: KernelFacts) -> Finding:

@@ -30,6 +30,7 @@ from gpuguard.probes.modules import iter_build_ids, probe_modules
 from gpuguard.probes.p2p import probe_p2p, probe_pci_gpus
 from gpuguard.probes.secureboot import probe_secure_boot
 from gpuguard.records import read_failure, read_records
+from gpuguard.state import module_tree
 
 
 def probe_host(
@@ -87,6 +88,7 @@ def probe_kernel(
         records=records,
         failure=read_failure(host, release),
         problem=problem,
+        has_own_modules=host.path(f"{module_tree(release)}/kernel").is_dir(),
     )
 
 
