@@ -6,53 +6,12 @@ import ctypes
 import importlib.util
 import random
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from gpuguard.core.deep_pattern import Tag
 from gpuguard.deep import kernels
-
-_SHIM = """
-#include <string.h>
-#define __device__ static
-#define __global__
-#define __forceinline__ inline
-typedef struct { unsigned x; } dim3_;
-typedef struct { unsigned x, y, z, w; } uint4;
-static dim3_ blockIdx, threadIdx, blockDim, gridDim;
-static void atomicAdd(unsigned long long *at, unsigned long long by) { *at += by; }
-static void atomicMin(unsigned long long *at, unsigned long long by) { if (by < *at) *at = by; }
-"""
-_RUN = """
-void run_%(name)s(unsigned blocks, unsigned threads, unsigned long long *a) {
-    blockDim.x = threads; gridDim.x = blocks;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) %(name)s(%(arguments)s);
-}
-"""
-_TYPES = {
-    "fill": ["u8 *", "u64", "u64"],
-    "spread": ["u8 *", "u64", "u64"],
-    "copy": ["u8 *", "const u8 *", "u64"],
-    "compare": ["const u8 *", "u64", "u64", "u64 *"],
-    "peek": ["const u8 *", "u64", "u64 *"],
-    "compare_sum": ["const u8 *", "u64", "u64", "u64", "u64", "u64 *"],
-    "link_chain": ["u8 *", "u64", "u64"],
-    "follow_chain": ["const u8 *", "u64", "u64", "u64 *"],
-}
-
-
-class Kernels:
-    """Runs kernels, thread after thread; every argument is a word of 64 bits."""
-
-    def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
-
-    def run(self, name: str, *arguments: int, grid: tuple[int, int] = (3, 32)) -> None:
-        values = (ctypes.c_uint64 * len(arguments))(*arguments)
-        self._library[f"run_{name}"](*grid, values)
+from tests.deep_cpu import TYPES, Kernels, build
 
 
 class Memory:
@@ -70,26 +29,11 @@ class Memory:
 def cpu(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed: apt-get install gcc")
-    folder = tmp_path_factory.mktemp("kernels")
-    runs = [
-        _RUN
-        % {
-            "name": name,
-            "arguments": ", ".join(f"({kind})a[{n}]" for n, kind in enumerate(types)),
-        }
-        for name, types in _TYPES.items()
-    ]
-    source = _SHIM + kernels.SOURCE.replace('extern "C" ', "") + "".join(runs)
-    (folder / "kernels.c").write_text(source)
-    subprocess.run(
-        ["gcc", "-O1", "-shared", "-fPIC", "-w", "-o", folder / "kernels.so", folder / "kernels.c"],
-        check=True,
-    )
-    return Kernels(folder / "kernels.so")
+    return Kernels(build(tmp_path_factory.mktemp("kernels")))
 
 
 def test_every_kernel_is_tried() -> None:
-    assert set(_TYPES) == set(kernels.NAMES)
+    assert set(TYPES) == set(kernels.NAMES)
 
 
 @pytest.mark.parametrize("offset", [0, 8, 13])

@@ -29,6 +29,7 @@ def run_deep(
     *,
     expected: Collection[tuple[str, str]] | None,
     accept: bool,
+    acceptable: bool,
     regressed_below: float,
 ) -> DeepOutcome:
     """Run it, with a line that shows the step to whoever watches stderr."""
@@ -45,6 +46,7 @@ def run_deep(
             request,
             expected=expected,
             accept=accept,
+            acceptable=acceptable,
             regressed_below=regressed_below,
             progress=_show if watched else None,
         )

@@ -85,7 +85,7 @@ def verify(
     if options is not None:
         outcome = _move_bytes(context, config, options, verification, keep=keep)
         verification = _proven(verification, outcome)
-        keep = keep and outcome.judgement.healthy is True
+        keep = outcome.accepted
     accepted = accept(context.host, verification) if keep else None
     if accepted is not None and facts.expected.origin is not Origin.CONFIGURATION:
         expected = replace(accepted.expectation, exclude=facts.expected.exclude)
@@ -125,7 +125,8 @@ def _move_bytes(
         context.host,
         options,
         expected=None if grant.p2p.source is None else grant.expected.expected_pairs(grant.seen),
-        accept=keep and refusal(verification) is None,
+        accept=keep,
+        acceptable=refusal(verification) is None,
         regressed_below=config.p2p.regressed_below if config else DEFAULT_REGRESSED_BELOW,
     )
 

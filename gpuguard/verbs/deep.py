@@ -48,6 +48,7 @@ def deep_verify(
     *,
     expected: Collection[tuple[str, str]] | None = None,
     accept: bool = False,
+    acceptable: bool = True,
     regressed_below: float = DEFAULT_REGRESSED_BELOW,
     progress: Callable[[str], None] | None = None,
     command: Sequence[str] = COMMAND,
@@ -59,6 +60,7 @@ def deep_verify(
         request: what to do.
         expected: ordered pairs of UUIDs that must work; None: all.
         accept: record the bandwidths as the baseline, unless something is wrong or unknown.
+        acceptable: False if something else speaks against accepting.
         regressed_below: share of the accepted bandwidth that is still fine.
         progress: called with the name of each step.
         command: the child.
@@ -78,7 +80,7 @@ def deep_verify(
     if length not in (None, longest):  # small transfers are slower: the two do not compare
         baseline = {}
     judgement = judge(facts, baseline, regressed_below=regressed_below)
-    accepted = accept and judgement.healthy is True
+    accepted = accept and acceptable and judgement.healthy is True
     if accepted:
         write_baseline(host, facts.pairs, length=longest, accepted=now())
     return DeepOutcome(
