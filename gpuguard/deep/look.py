@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from gpuguard.deep.transfer import Emit
 
@@ -20,8 +19,6 @@ _REMOTE_SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 #: Fields that give a link's speed in MB/s: one link's (580), then that of all links alike.
 _FIELD_LINK_SPEED, _FIELD_COMMON_SPEED = 164, 90
 
-T = TypeVar("T")
-
 
 def look(nvml: ModuleType, emit: Emit) -> None:
     """Emit ``look`` once: cards with links, pairs joined by NVLink, compute processes."""
@@ -32,8 +29,8 @@ def look(nvml: ModuleType, emit: Emit) -> None:
         return
     handles = {}
     cards = []
-    for index in range(_try(nvml, nvml.nvmlDeviceGetCount) or 0):
-        handle = _try(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
+    for index in range(_ask(nvml, "nvmlDeviceGetCount") or 0):
+        handle = _ask(nvml, "nvmlDeviceGetHandleByIndex", index)
         if handle is not None and (card := _card(nvml, handle, index)) is not None:
             handles[card["uuid"]] = handle
             cards.append(card)
@@ -54,24 +51,24 @@ def errors(nvml: ModuleType) -> tuple[type[Exception], ...]:
 
 
 def _card(nvml: ModuleType, handle: Any, index: int) -> dict[str, Any] | None:
-    uuid = _try(nvml, nvml.nvmlDeviceGetUUID, handle)
-    pci = _try(nvml, nvml.nvmlDeviceGetPciInfo, handle)
+    uuid = _ask(nvml, "nvmlDeviceGetUUID", handle)
+    pci = _ask(nvml, "nvmlDeviceGetPciInfo", handle)
     if uuid is None or pci is None:
         return None
     return {
         "index": index,
         "uuid": _text(uuid),
         "pci_bus_id": _text(pci.busId),
-        "name": _text(_try(nvml, nvml.nvmlDeviceGetName, handle) or ""),
-        "pcie_generation": _try(nvml, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-        "pcie_width": _try(nvml, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        "name": _text(_ask(nvml, "nvmlDeviceGetName", handle) or ""),
+        "pcie_generation": _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
+        "pcie_width": _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
         "memory_free_bytes": _free(nvml, handle),
         "nvlinks": _nvlinks(nvml, handle),
     }
 
 
 def _free(nvml: ModuleType, handle: Any) -> int | None:
-    memory = _try(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     return None if memory is None else int(memory.free)
 
 
@@ -82,23 +79,23 @@ def _nvlinks(nvml: ModuleType, handle: Any) -> list[dict[str, Any]] | None:
     return [
         {
             "remote_bus_id": _remote_bus_id(nvml, handle, link),
-            "to_switch": _try(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+            "to_switch": _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             == _REMOTE_SWITCH,
             "bytes_per_second": _speed(nvml, handle, link),
         }
         for link in range(_MAX_LINKS)
-        if _try(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link) == 1
+        if _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) == 1
     ]
 
 
 def _remote_bus_id(nvml: ModuleType, handle: Any, link: int) -> str | None:
-    pci = _try(nvml, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+    pci = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
     return None if pci is None else _text(pci.busId)
 
 
 def _speed(nvml: ModuleType, handle: Any, link: int) -> float | None:
     fields = [(_FIELD_LINK_SPEED, link), _FIELD_COMMON_SPEED]
-    for value in _try(nvml, nvml.nvmlDeviceGetFieldValues, handle, fields) or ():
+    for value in _ask(nvml, "nvmlDeviceGetFieldValues", handle, fields) or ():
         if value.nvmlReturn == 0 and value.value.uiVal > 0:
             return float(value.value.uiVal) * 1e6
     return None
@@ -109,20 +106,21 @@ def _nvlinked(nvml: ModuleType, handles: dict[str, Any]) -> list[tuple[str, str,
     for src, one in handles.items():
         for dst, other in handles.items():
             if src != dst:
-                status = _try(nvml, nvml.nvmlDeviceGetP2PStatus, one, other, _CAPS_NVLINK)
+                status = _ask(nvml, "nvmlDeviceGetP2PStatus", one, other, _CAPS_NVLINK)
                 known = status is not None and status != _STATUS_UNKNOWN
                 answers.append((src, dst, status == _STATUS_OK if known else None))
     return answers
 
 
 def _processes(nvml: ModuleType, handle: Any, uuid: str) -> list[dict[str, Any]]:
-    found = _try(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    found = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
     return [{"pid": int(p.pid), "uuid": uuid} for p in found if int(p.pid) != os.getpid()]
 
 
-def _try(nvml: ModuleType, call: Callable[..., T], *arguments: Any) -> T | None:
+def _ask(nvml: ModuleType, question: str, *arguments: Any) -> Any:
+    """The answer; None if there is none, or if the binding does not know the question."""
     try:
-        return call(*arguments)
+        return getattr(nvml, question)(*arguments)
     except errors(nvml):
         return None
 
