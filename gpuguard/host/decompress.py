@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ def decompressed(host: Host, path: Path, *, offset: int = 0) -> Iterator[BinaryI
         ProbeError: unreadable, corrupt, truncated, too large, or the tool is missing.
     """
     with _errors_of(path):
-        file = path.open("rb")
+        file = _open_regular(path)
     with file:
         with _errors_of(path):
             file.seek(offset)
@@ -77,6 +78,15 @@ def decompressed(host: Host, path: Path, *, offset: int = 0) -> Iterator[BinaryI
                 _decompress(host, name, file, path, sink)
                 sink.seek(0)
             yield cast("BinaryIO", sink)
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    # Without O_NONBLOCK, opening a pipe waits for somebody to write into it
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ProbeError(f"{path} is not a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def _decompress(host: Host, name: str, file: BinaryIO, path: Path, sink: IO[bytes]) -> None:

@@ -237,7 +237,9 @@ def _to_lines(on_line: Callable[[str], None]) -> dict[str, Any]:
     def sink(line: str) -> None:
         on_line(line.rstrip("\n"))
 
-    return {"_out": sink, "_err_to_out": True, "_no_out": True}
+    # One byte that is not UTF-8 would end sh's reading thread, and the program then waits for
+    # ever for somebody to empty its pipe.
+    return {"_out": sink, "_err_to_out": True, "_no_out": True, "_decode_errors": "replace"}
 
 
 def _swallow(wait: Callable[[], object]) -> Callable[[], None]:
