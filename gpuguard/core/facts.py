@@ -62,6 +62,7 @@ class ModuleFile:
     version: str | None = None
     srcversion: str | None = None
     signed: bool = False
+    signer: str | None = None  # of whose key, as ``host.signature``; None: not signed, or garbage
     problem: str | None = None
     packaged: bool = False  # dpkg put it there; asked only for files that look stray
 
@@ -74,6 +75,7 @@ class ResolvedModule:
     file: ModuleFile | None
     identity: Identity
     others: tuple[ModuleFile, ...] = ()
+    blocked: str | None = None  # the setting because of which modprobe loads none of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +104,15 @@ class HeadersFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitramfsFacts:
-    """The initial RAM disk of one kernel; ``modules`` maps base name to build-id inside it."""
+    """The initial RAM disk of one kernel; ``modules`` maps base name to build-id inside it.
+
+    ``path`` is a file of its own that can be made anew; what lies inside a unified kernel image
+    has none, and ``unified`` names that image.
+    """
 
     state: InitramfsState
     path: str | None = None
+    unified: str | None = None
     modules: tuple[tuple[str, str | None], ...] = ()
     reason: str = ""
 
@@ -144,7 +151,9 @@ class KernelFacts:
 
     ``image`` is the kernel image's path, None for a leftover or half-removed tree.
     ``suffix`` is how this kernel's own modules are compressed: "", ".xz", ".zst", ".gz".
-    ``records`` are our builds for this release, newest last.
+    ``records`` are our builds for this release, newest last. ``enforced`` says what makes this
+    kernel reject unsigned modules without Secure Boot. ``command_line`` is what the boot loader
+    gives it; None: it does not boot next, or that could not be told.
     """
 
     release: str
@@ -156,16 +165,25 @@ class KernelFacts:
     records: tuple[BuildRecord, ...] = ()
     failure: BuildFailure | None = None
     problem: str | None = None  # why its modules could not be resolved
+    enforced: str | None = None
+    command_line: str | None = None
     has_own_modules: bool = True  # ``kernel/`` is there: the package is not purged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextKernel:
-    """What the boot loader will start; ``release`` None: it could not be told, see reason."""
+    """What the boot loader will start; ``release`` None: it could not be told, see reason.
+
+    ``initrds`` are the files that it loads beside the kernel (a unified kernel image: itself),
+    by path in the host, or as the loader writes it where no such file is found. None, as
+    ``command_line``: the source does not say.
+    """
 
     release: str | None
-    source: str  # "grub", "systemd-boot", "/vmlinuz", "none"
+    source: str  # "grub", "systemd-boot", "extlinux", "/vmlinuz", "none"
     reason: str = ""
+    initrds: tuple[str, ...] | None = None
+    command_line: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,13 +202,16 @@ class DriverFacts:
 class SecureBootFacts:
     """State of Secure Boot and of the key that modules are signed with.
 
-    ``enrolled`` None: the list of enrolled keys cannot be read.
+    ``enrolled`` None: the list of enrolled keys cannot be read. ``signer`` names the certificate's
+    key as signatures do; ``trusted`` likewise every key in the firmware's and shim's lists.
     """
 
     state: SecureBootState
     key: str | None = None
     certificate: str | None = None
     enrolled: bool | None = None
+    signer: str | None = None
+    trusted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +283,7 @@ class HostFacts:
     held: tuple[str, ...] = ()
     modules_config: str = ""  # fingerprint of depmod.d and modprobe.d: decides who wins
     interrupted: str | None = None  # a change that was killed and not yet cleaned up after
+    blacklisted: tuple[tuple[str, str], ...] = ()  # (module, file): not loaded by itself
 
     def running_records(self) -> tuple[BuildRecord, ...] | None:
         """Our builds for the running kernel; None: which one runs is not known."""

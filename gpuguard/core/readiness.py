@@ -20,13 +20,17 @@ from gpuguard.core.findings import Severity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacle:
-    """One reason why a kernel is not ready; ``rebuildable`` if new modules would remove it."""
+    """One reason why a kernel is not ready; ``rebuildable`` if new modules would remove it.
+
+    ``remedy`` is what to do about it where that is neither a rebuild nor looking as root.
+    """
 
     code: str
     message: str
     rebuildable: bool = True
     severity: Severity = Severity.WARNING
     evidence: dict[str, str] = field(default_factory=dict)
+    remedy: str = ""
 
 
 def obstacles(
@@ -131,13 +135,18 @@ def _versions(kernel: KernelFacts, driver: DriverFacts) -> Iterator[Obstacle]:
 
 
 def _initramfs(kernel: KernelFacts) -> Iterator[Obstacle]:
-    path = kernel.initramfs.path or "the initramfs"
+    unified = kernel.initramfs.unified
+    path = kernel.initramfs.path or unified or "the initramfs"
+    remedy = ""
+    if unified is not None:
+        remedy = f"make {unified} anew: kernel-install add {kernel.release} {kernel.image}"
     if kernel.initramfs.state is InitramfsState.STALE:
         yield Obstacle(
             code="initramfs-stale",
             message=f"{path} carries other NVIDIA modules than modprobe would load",
             rebuildable=False,
             evidence={base: build_id or "none" for base, build_id in kernel.initramfs.modules},
+            remedy=remedy,
         )
     elif kernel.initramfs.state is InitramfsState.UNKNOWN:
         yield Obstacle(

@@ -18,6 +18,8 @@ def remedy_of(kernel: KernelFacts, obstacle: Obstacle, facts: HostFacts, judged:
     """One line: commands first, then which kernel to boot until it is done."""
     if obstacle.code == "secure-boot-key-not-enrolled":
         return f"mokutil --import {facts.secure_boot.certificate}, then confirm at the next boot"
+    if obstacle.remedy:
+        return obstacle.remedy
     if obstacle.severity is Severity.UNKNOWN:
         return LOOK_AGAIN
     advice = keep_booting(kernel.release, judged) if kernel.release == facts.next.release else ""

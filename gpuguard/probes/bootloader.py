@@ -1,11 +1,12 @@
 """Which kernel the next boot starts: the boot loader's answer, not the highest number.
 
-Out of scope: extlinux, Raspberry Pi firmware, kexec. ``/etc/default/grub`` is no evidence:
-it says what the next ``update-grub`` would write.
+Out of scope: Raspberry Pi firmware, kexec; extlinux is seen, not read. ``/etc/default/grub`` is
+no evidence: it says what the next ``update-grub`` would write.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from gpuguard.core.facts import NextKernel
@@ -18,17 +19,25 @@ from gpuguard.probes.grub import default_entry, parse_grub_config
 from gpuguard.probes.kernels import release_of_image, release_of_image_name
 
 _GRUB_FOLDERS = ("/boot/grub", "/boot/grub2")
+_EXTLINUX = ("/boot/extlinux/extlinux.conf", "/boot/syslinux/extlinux.conf", "/extlinux.conf")
+#: Where the file system may be mounted that a loader's path starts at: its own, /boot, the ESP.
+_MOUNTS = ("/boot", "", "/boot/efi", "/efi")
 _LINKS = ("/vmlinuz", "/boot/vmlinuz")
 
 
 def probe_next_kernel(host: Host, installed_releases: Sequence[str]) -> NextKernel:
     """What the boot loader will start if nobody touches a key.
 
-    GRUB, systemd-boot, then the ``/vmlinuz`` link. A loader that is there but whose answer
+    GRUB, systemd-boot, extlinux, then the ``/vmlinuz`` link. A loader that is there but whose answer
     cannot be read ends the search: a later source would be a guess. The release may be one
     that is not installed.
     """
-    loaders = {"grub": _from_grub, "systemd-boot": _from_systemd_boot, "/vmlinuz": _from_link}
+    loaders = {
+        "grub": _from_grub,
+        "systemd-boot": _from_systemd_boot,
+        "extlinux": _from_extlinux,
+        "/vmlinuz": _from_link,
+    }
     source = "none"
     try:
         if "systemd-boot" in read_loader_variable(host, "LoaderInfo"):  # it booted this system
@@ -63,7 +72,21 @@ def _from_grub_config(host: Host, text: str, folder: str) -> NextKernel:
     if release is None:
         what = f"starts {entry.kernel}" if entry.kernel else "starts no Linux kernel"
         raise ProbeError(f"{folder}/grub.cfg: the default entry '{entry.title}' {what}")
-    return NextKernel(release=release, source="grub", reason=note or f"entry '{entry.title}'")
+    return NextKernel(
+        release=release,
+        source="grub",
+        reason=note or f"entry '{entry.title}'",
+        initrds=tuple(dict.fromkeys(_in_host(host, path) for path in entry.initrds)),
+        command_line=" ".join(entry.arguments),
+    )
+
+
+def _in_host(host: Host, path: str) -> str:
+    """Where a file lies that GRUB names; as GRUB names it, if it is not found."""
+    path = re.sub(r"^\([^)]*\)", "", path)
+    name = path.rpartition("/")[2]
+    places = (*(f"{mount}{path}" for mount in _MOUNTS), f"/boot/{name}")  # last: a subvolume
+    return next((place for place in places if real_path(host, place) is not None), path)
 
 
 def _release_of_kernel(host: Host, kernel: str) -> str | None:
@@ -88,10 +111,23 @@ def _release_of_link(host: Host, link: str) -> str | None:
 
 
 def _from_systemd_boot(host: Host, installed: Sequence[str]) -> NextKernel | None:
-    found = systemd_boot.next_release(host, installed)
-    if found is None:
+    entry = systemd_boot.next_entry(host, installed)
+    if entry is None:
         return None
-    return NextKernel(release=found[0], source="systemd-boot", reason=f"entry '{found[1]}'")
+    return NextKernel(
+        release=entry.release,
+        source="systemd-boot",
+        reason=f"entry '{entry.identifier}'",
+        initrds=entry.initrds,
+        command_line=entry.command_line,
+    )
+
+
+def _from_extlinux(host: Host, _installed: Sequence[str]) -> NextKernel | None:
+    for path in _EXTLINUX:
+        if real_path(host, path) is not None:
+            raise ProbeError(f"{path} decides, which gpuguard does not read")
+    return None
 
 
 def _from_link(host: Host, _installed: Sequence[str]) -> NextKernel | None:

@@ -22,6 +22,7 @@ from gpuguard.probes.grub_script import UNKNOWN, both, condition, negate, statem
 #: Text of a file in GRUB's folder, None if there is none; ProbeError if it cannot be read.
 ReadFile = Callable[[str], str | None]
 
+_INITRD = ("initrd", "initrdefi", "initrd16")
 _LINUX = ("linux", "linuxefi", "linux16", "module", "module2")  # module: the kernel under Xen
 _MAX_SOURCE_DEPTH = 8
 
@@ -30,13 +31,16 @@ _MAX_SOURCE_DEPTH = 8
 class Entry:
     """A menu entry or, with ``children``, a submenu.
 
-    ``kernel`` is the path given to ``linux``, as GRUB sees it. ``is_certain`` is False if
-    the entry exists only under a condition that cannot be evaluated here.
+    ``kernel`` is the path given to ``linux``, ``initrds`` those given to ``initrd``, as GRUB
+    sees them. ``is_certain`` is False if the entry exists only under a condition that cannot be
+    evaluated here.
     """
 
     title: str
     identifier: str = ""
     kernel: str | None = None
+    arguments: tuple[str, ...] = ()
+    initrds: tuple[str, ...] = ()
     children: list[Entry] | None = None
     is_certain: bool = True
 
@@ -233,9 +237,14 @@ class _Script:
 
     def _in_entry(self, entry: Entry, head: str, words: list[str]) -> None:
         path = next((w for w in words if not w.startswith("-")), None)
+        if head in _INITRD:
+            entry.initrds += tuple(word for word in words if not word.startswith("-"))
         is_xen_part = head.startswith("module") and "vmlinu" not in (path or "")
         if head in _LINUX and entry.kernel is None and path and not is_xen_part:
             entry.kernel = path
+            entry.arguments = tuple(words[words.index(path) + 1 :])
+        elif head in ("module", "module2") and is_xen_part and entry.kernel and path:
+            entry.initrds += (path,)
 
     def _command(self, head: str, words: list[str]) -> None:
         live = self._live()

@@ -25,6 +25,7 @@ _TOKEN = re.compile(
     | (?P<plain>[^ \t\n;'"\\$\#]+|.)""",
     re.VERBOSE | re.DOTALL,
 )
+_MAX_WORD = 1 << 14  # a kernel's command line has 2,048 bytes; variables can double
 _IN_QUOTES = re.compile(r'\\(["\\$])|\$\{(\w+)\}|\$(\w+)')
 
 
@@ -32,7 +33,7 @@ def statements(text: str, lookup: Callable[[str], str]) -> Iterator[list[str]]:
     """Words of one statement after the other; variables are looked up as it goes.
 
     Raises:
-        ProbeError: a quotation mark is not closed.
+        ProbeError: a quotation mark is not closed, or a word grows beyond all bounds.
     """
     words: list[str] = []
     word: str | None = None
@@ -47,6 +48,8 @@ def statements(text: str, lookup: Callable[[str], str]) -> Iterator[list[str]]:
                 words = []
         else:
             word = _extended(word, kind, value, lookup)
+            if word is not None and len(word) > _MAX_WORD:
+                raise ProbeError(f"a word has more than {_MAX_WORD} characters")
 
 
 def _extended(word: str | None, kind: str, value: str, lookup: Callable[[str], str]) -> str | None:

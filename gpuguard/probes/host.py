@@ -13,6 +13,7 @@ from gpuguard.core.facts import (
     InitramfsFacts,
     InitramfsState,
     KernelFacts,
+    NextKernel,
     P2pFacts,
     SecureBootFacts,
 )
@@ -50,10 +51,16 @@ def probe_host(
     releases = probe_releases(host)
     packages = _packages(host)
     installed = tuple(release for release, image in releases if image is not None)
+    next_kernel = probe_next_kernel(host, installed)
     return HostFacts(
-        kernels=tuple(probe_kernel(host, r, image, cache, packages) for r, image in releases),
+        kernels=tuple(
+            probe_kernel(
+                host, r, image, cache, packages, next_kernel if r == next_kernel.release else None
+            )
+            for r, image in releases
+        ),
         running=probe_running(host),
-        next=probe_next_kernel(host, installed),
+        next=next_kernel,
         driver=_driver(host, packages),
         secure_boot=_secure_boot(host, signing_key, signing_certificate),
         p2p=probe_p2p(host) if with_p2p else P2pFacts(problem="not asked"),
@@ -69,8 +76,12 @@ def probe_kernel(
     image: str | None,
     cache: FileCache,
     packages: Mapping[str, Package] | None = None,
+    boot: NextKernel | None = None,
 ) -> KernelFacts:
-    """One kernel: its modules, headers, initramfs and what we built for it."""
+    """One kernel: its modules, headers, initramfs and what we built for it.
+
+    ``boot`` is how the boot loader will start it, if it is the next one.
+    """
     records = read_records(host, release)
     ours = {build_id: name for record in records for name, build_id in record.build_ids}
     problem = None
@@ -83,11 +94,12 @@ def probe_kernel(
         image=image,
         modules=modules,
         headers=_headers(host, release, packages),
-        initramfs=_initramfs(host, release, dict(iter_build_ids(modules)), cache, problem),
+        initramfs=_initramfs(host, release, dict(iter_build_ids(modules)), cache, problem, boot),
         suffix=probe_suffix(host, release),
         records=records,
         failure=read_failure(host, release),
         problem=problem,
+        command_line=boot.command_line if boot is not None else None,
         has_own_modules=host.path(f"{module_tree(release)}/kernel").is_dir(),
     )
 
@@ -119,10 +131,12 @@ def _initramfs(
     resolved: dict[str, str | None],
     cache: FileCache,
     problem: str | None,
+    boot: NextKernel | None,
 ) -> InitramfsFacts:
     if problem is not None:
         return InitramfsFacts(state=InitramfsState.UNKNOWN, reason=problem)
-    return probe_initramfs(host, release, resolved, cache)
+    loaded = boot.initrds if boot is not None else None
+    return probe_initramfs(host, release, resolved, cache, loaded=loaded)
 
 
 def _dkms(host: Host) -> tuple[DkmsEntry, ...]:

@@ -7,7 +7,7 @@ the old one (CASES C21). What is inside is identified by build-id, as on disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from gpuguard.host.elf import read_module
 from gpuguard.host.port import Host
 from gpuguard.host.reading import absent_is_none, real_path
 from gpuguard.probes.modules import base_name, canonical_name
+from gpuguard.probes.unified import initrd_inside, is_unified
 
 #: initramfs-tools and Debian's dracut; dracut and mkinitcpio elsewhere.
 _IMAGES = ("/boot/initrd.img-{}", "/boot/initramfs-{}.img")
@@ -48,7 +49,12 @@ def image_of(host: Host, release: str) -> str | None:
 
 
 def probe_initramfs(
-    host: Host, release: str, resolved: Mapping[str, str | None], cache: Cache | None = None
+    host: Host,
+    release: str,
+    resolved: Mapping[str, str | None],
+    cache: Cache | None = None,
+    *,
+    loaded: Sequence[str] | None = None,
 ) -> InitramfsFacts:
     """State of one release's image against what modprobe would load.
 
@@ -57,19 +63,53 @@ def probe_initramfs(
         release: kernel release.
         resolved: base name of each module file that resolves -> its build-id.
         cache: saves decompressing an image that has not changed (0.1 to 2 s each).
+        loaded: what the boot loader loads with this kernel, of ``NextKernel``; None: what lies
+            at the usual place.
 
     What cannot be read is UNKNOWN, with the reason.
     """
-    image = None
+    image = unified = None
+    found: list[tuple[str, str | None]] = []
     try:
-        image = image_of(host, release)
-        if image is None:
+        images = _images(host, release, loaded)
+        if not images:
             return InitramfsFacts(state=InitramfsState.NONE, reason="there is no image")
-        found = _cached_modules(host, image, release, cache)
+        for image in images:
+            unified = image if _is_unified(host, image) else None
+            found += _cached_modules(host, image, release, cache)
     except (ProbeError, FileNotFoundError) as error:  # not found: it went away meanwhile
-        return InitramfsFacts(state=InitramfsState.UNKNOWN, path=image, reason=str(error))
-    state, reason = _compare(found, resolved)
-    return InitramfsFacts(state=state, path=image, modules=found, reason=reason)
+        return InitramfsFacts(
+            state=InitramfsState.UNKNOWN, path=image, unified=unified, reason=str(error)
+        )
+    state, reason = _compare(tuple(found), resolved)
+    return InitramfsFacts(
+        state=state,
+        path=None if unified else image,
+        unified=unified,
+        modules=tuple(found),
+        reason=reason,
+    )
+
+
+def _images(host: Host, release: str, loaded: Sequence[str] | None) -> list[str]:
+    """The usual image, unless the loader names others."""
+    usual = image_of(host, release)
+    if loaded is None:
+        return [usual] if usual else []
+    absent = [path for path in loaded if real_path(host, path) is None]
+    # A name of ours that is not there: the image was not made (yet), there or elsewhere.
+    names = {Path(name.format(release)).name for name in _IMAGES}
+    if usual is None and {Path(path).name for path in absent} <= names:
+        return [path for path in loaded if path not in absent]
+    if absent:
+        raise ProbeError(f"the boot loader names {absent[0]}, and no such file is found")
+    same = usual is not None and [real_path(host, p) for p in loaded] == [real_path(host, usual)]
+    return [usual] if usual and same else list(loaded)
+
+
+def _is_unified(host: Host, image: str) -> bool:
+    with absent_is_none(image):
+        return is_unified(host.path(image))
 
 
 def modules_inside(host: Host, image: str, release: str) -> Found:
@@ -78,8 +118,16 @@ def modules_inside(host: Host, image: str, release: str) -> Found:
     Raises:
         ProbeError: the image, or an NVIDIA module in it, cannot be read.
     """
+    path = host.path(image)
+    if _is_unified(host, image):
+        with initrd_inside(path, image) as inside:
+            return _modules_in(host, inside, image, release) if inside is not None else ()
+    return _modules_in(host, path, image, release)
+
+
+def _modules_in(host: Host, path: Path, image: str, release: str) -> Found:
     found: dict[str, tuple[str, str | None]] = {}
-    for member in _all_members(host, host.path(image), image):
+    for member in _all_members(host, path, image):
         match = _MODULE_PATH.fullmatch(member.name)
         if match is None or match[1] != release or not member.is_file:
             continue
@@ -93,12 +141,13 @@ def _cached_modules(host: Host, image: str, release: str, cache: Cache | None) -
     if cache is None:
         return modules_inside(host, image, release)
     real = host.path(image)
+    key = f"initramfs {release}"  # one image may serve two kernels
     with absent_is_none(image):
-        known = cache.get(real)
-        if known is None or "initramfs" not in known:
-            known = {"initramfs": [list(p) for p in modules_inside(host, image, release)]}
+        known = cache.get(real) or {}
+        if key not in known:
+            known = {**known, key: [list(p) for p in modules_inside(host, image, release)]}
             cache.put(real, known)
-    return tuple((str(name), build_id) for name, build_id in known["initramfs"])
+    return tuple((str(name), build_id) for name, build_id in known[key])
 
 
 def _compare(found: Found, resolved: Mapping[str, str | None]) -> tuple[InitramfsState, str]:

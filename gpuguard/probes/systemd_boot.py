@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from gpuguard.core.releases import release_key
@@ -17,6 +17,7 @@ from gpuguard.host.port import Host
 from gpuguard.host.reading import list_dir, read_text, real_path
 from gpuguard.probes.efivars import read_loader_variable
 from gpuguard.probes.kernels import is_release, release_of_image, release_of_image_name
+from gpuguard.probes.unified import read_section
 
 #: The EFI system partition, and the extended boot partition beside it.
 _FOLDERS = ("/efi", "/boot", "/boot/efi")
@@ -34,6 +35,8 @@ class LoaderEntry:
     machine_id: str = ""
     is_exhausted: bool = False  # boot counting: no tries left
     is_unified: bool = False
+    initrds: tuple[str, ...] = ()  # by path in the host
+    command_line: str | None = None
 
 
 def parse_pairs(text: str) -> dict[str, str]:
@@ -85,8 +88,8 @@ def select_entry(entries: Sequence[LoaderEntry], patterns: Sequence[str]) -> Loa
     return ordered[0]
 
 
-def next_release(host: Host, installed: Sequence[str]) -> tuple[str, str] | None:
-    """(release, entry) that systemd-boot starts next; None if the host has no such entries.
+def next_entry(host: Host, installed: Sequence[str]) -> LoaderEntry | None:
+    """What systemd-boot starts next; None if the host has no entries for it.
 
     Raises:
         ProbeError: there are entries, or may be, but the next one cannot be told.
@@ -97,7 +100,7 @@ def next_release(host: Host, installed: Sequence[str]) -> tuple[str, str] | None
     entry = select_entry(list({e.identifier: e for e in entries}.values()), _patterns(host))
     if entry.release is None:
         raise ProbeError(f"entry '{entry.identifier}' does not say which kernel it starts")
-    return entry.release, entry.identifier
+    return entry
 
 
 def _patterns(host: Host) -> tuple[str, ...]:
@@ -113,16 +116,36 @@ def _entries_of(host: Host, folder: str, installed: Sequence[str]) -> list[Loade
     entries = []
     for name in list_dir(host, f"{folder}/loader/entries"):
         if name.endswith(".conf") and not name.startswith((".", "auto-")):
-            pairs = parse_pairs(read_text(host, f"{folder}/loader/entries/{name}") or "")
+            text = read_text(host, f"{folder}/loader/entries/{name}") or ""
+            pairs = parse_pairs(text)
             image = real_path(host, f"{folder}/{pairs.get('linux', '').lstrip('/')}")
             if "linux" in pairs and image is not None:  # the loader skips it without an image
                 release = _release_of(pairs, release_of_image(image))
-                entries.append(_entry(name, release, pairs))
+                initrds = tuple(f"{folder}/{v.lstrip('/')}" for v in _values(text, "initrd"))
+                entry = _entry(name, release, pairs)
+                options = " ".join(_values(text, "options"))
+                entries.append(replace(entry, initrds=initrds, command_line=options))
     for name in list_dir(host, f"{folder}/EFI/Linux"):
         if name.endswith(".efi"):
-            release = next((r for r in reversed(installed) if r in name), None)
-            entries.append(_entry(name, release, {}, is_unified=True))
+            entries.append(_unified(host, f"{folder}/EFI/Linux", name, installed))
     return entries
+
+
+def _values(text: str, key: str) -> list[str]:
+    """Every value of a key that may come several times."""
+    pairs = (parse_pairs(line) for line in text.splitlines())
+    return [pair[key] for pair in pairs if key in pair]
+
+
+def _unified(host: Host, folder: str, name: str, installed: Sequence[str]) -> LoaderEntry:
+    path = f"{folder}/{name}"
+    named = next((r for r in reversed(installed) if r in name), None)
+    try:
+        stated, line = (read_section(host, path, part) for part in (".uname", ".cmdline"))
+    except ProbeError:  # whoever looks for its initrd says why
+        stated = line = None
+    entry = _entry(name, stated if stated and is_release(stated) else named, {}, is_unified=True)
+    return replace(entry, initrds=(path,), command_line=line)
 
 
 def _entry(
