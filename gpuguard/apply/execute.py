@@ -22,6 +22,7 @@ from gpuguard.host.cache import FileCache
 from gpuguard.host.files import fsync_file, sha256_file
 from gpuguard.probes.initramfs import probe_initramfs
 from gpuguard.probes.modules import iter_build_ids, probe_modules
+from gpuguard.probes.modules_config import depmod_options
 from gpuguard.state import DEPMOD_DIR, module_tree
 
 #: What depmod writes (kmod 30, tools/depmod.c), so that it can be put back byte for byte.
@@ -60,15 +61,12 @@ def execute(action: Action, host: Host) -> None:
 def run_depmod(release: str, host: Host) -> None:
     """Run depmod for one release on this root.
 
-    With another root, ``-C`` is a must: depmod would read the live configuration otherwise.
     ``--pdeathsig``: a depmod that outlives us would write over what recovery restored.
 
     Raises:
         VerifyError: it failed.
     """
-    options = []
-    if not host.is_live:
-        options = ["-b", str(host.root), "-C", str(host.make_dir(DEPMOD_DIR))]
+    options = depmod_options(host)
     try:
         host.run(
             "setpriv", "--pdeathsig", "KILL", "depmod", *options, release, timeout=_DEPMOD_TIMEOUT

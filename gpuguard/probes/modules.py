@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from gpuguard.core.facts import MODULE_NAMES, Identity, ModuleFile, ResolvedModule
@@ -216,11 +217,26 @@ def probe_modules(
         ProbeError: modprobe could not be asked.
     """
     files = [read_module_file(host, path, cache) for path in competing_files(host, release)]
+    files = _mark_packaged(host, files)
     by_path = {file.path: file for file in files}
     winners = resolve_paths(host, release) if files else dict.fromkeys(MODULE_NAMES)
     return tuple(
         _resolved(host, name, winners[name], by_path, ours, cache) for name in MODULE_NAMES
     )
+
+
+def _mark_packaged(host: Host, files: list[ModuleFile]) -> list[ModuleFile]:
+    """Say which files below updates/ dpkg put there: those are never ours to move away.
+
+    Asked only about folders where neither DKMS nor we install: there is rarely one.
+    """
+    asked = [f.path for f in files if re.search(r"/updates/(?!dkms/|gpuguard/).+/", f.path)]
+    if not asked:
+        return files
+    admin = host.path("/var/lib/dpkg")
+    done = host.run("dpkg-query", f"--admindir={admin}", "-S", *asked, timeout=_TIMEOUT, ok=(0, 1))
+    owned = {line.split(": ", 1)[1] for line in done.stdout.splitlines() if ": " in line}
+    return [replace(file, packaged=file.path in owned) for file in files]
 
 
 def _resolved(

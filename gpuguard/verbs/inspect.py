@@ -18,6 +18,7 @@ from gpuguard.errors import StateError, UsageError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache, cache_file
 from gpuguard.probes.host import probe_host
+from gpuguard.probes.modules_config import modules_config_fingerprint
 from gpuguard.records import recorded_releases
 from gpuguard.state import MODULE_CACHE_FILE
 from gpuguard.verbs.expected import expectation_of
@@ -27,6 +28,7 @@ from gpuguard.verbs.expected import expectation_of
 class Planned:
     """A plan with what it was made from; ``inputs`` per release."""
 
+    request: Request
     facts: HostFacts
     plan: Plan
     inputs: dict[str, BuildInputs]
@@ -56,7 +58,9 @@ def look(
         with_dkms=with_dkms,
     )
     cache.save()
-    return replace(facts, interrupted=_interrupted(host))
+    return replace(
+        facts, interrupted=_interrupted(host), modules_config=modules_config_fingerprint(host)
+    )
 
 
 def _interrupted(host: Host) -> str | None:
@@ -103,7 +107,7 @@ def make_plan(host: Host, config: Config, request: Request) -> Planned:
     probe = InputsProbe(host, config, version, facts.secure_boot)
     inputs = {kernel.release: probe.for_kernel(kernel) for kernel in wanted}
     decided = plan(facts, policy, request, inputs, recorded=recorded_releases(host))
-    return Planned(facts=facts, plan=decided, inputs=inputs)
+    return Planned(request=request, facts=facts, plan=decided, inputs=inputs)
 
 
 def next_release(facts: HostFacts) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuguard.apply.actions import RemoveFile
+from gpuguard.apply.actions import Depmod, RemoveFile
 from gpuguard.apply.backups import list_backups, prune, take
 from gpuguard.apply.initramfs import check_initramfs_possible
 from gpuguard.apply.install import (
@@ -30,8 +30,16 @@ from gpuguard.core.facts import BuildFailure, BuildRecord, HostFacts, KernelFact
 from gpuguard.core.plan import Forget, Leave, Rebuild, RefreshInitramfs, Step, is_gone
 from gpuguard.core.readiness import obstacles
 from gpuguard.core.stray import stray_backups
-from gpuguard.errors import BuildError, GpuguardError, PatchRejectedError, PreflightError
+from gpuguard.errors import (
+    BuildError,
+    GpuguardError,
+    PatchRejectedError,
+    PreflightError,
+    VerifyError,
+)
 from gpuguard.host import Host
+from gpuguard.probes.headers import headers_fingerprint
+from gpuguard.probes.modules_config import modules_config_fingerprint
 from gpuguard.records import forget_failure, record_files, record_path, write_failure
 from gpuguard.state import BACKUPS_DIR, DEPMOD_DIR, module_tree
 from gpuguard.verbs.clock import now
@@ -62,9 +70,14 @@ def rebuild(host: Host, config: Config, planned: Planned, progress: Progress) ->
             yield _carry_out(step, host, config, planned, progress)
         except GpuguardError as error:
             yield Outcome(step=step, error=error)
+    prune(host, keep=config.backups.keep, gone=_gone(host, planned))
+
+
+def _gone(host: Host, planned: Planned) -> frozenset[str]:
+    if planned.request.releases is not None:
+        return frozenset()  # asked for certain kernels: nothing is decided about others
     releases = {backup.release for backup in list_backups(host)}
-    gone = frozenset(release for release in releases if is_gone(release, planned.facts))
-    prune(host, keep=config.backups.keep, gone=gone)
+    return frozenset(release for release in releases if is_gone(release, planned.facts))
 
 
 def left_unready(host: Host, config: Config, outcomes: list[Outcome]) -> dict[str, tuple[str, ...]]:
@@ -132,7 +145,7 @@ def _rebuild(
         ) as result:
             backup = _install(host, config, kernel, result, progress)
             return Outcome(step=step, backup=backup, result=result)
-    except (BuildError, PatchRejectedError) as error:
+    except (BuildError, PatchRejectedError, VerifyError) as error:
         _remember(host, kernel, inputs, error)
         raise
 
@@ -142,6 +155,7 @@ def _install(
 ) -> str:
     progress.step("install", f"into {our_folder(kernel.release)}", None)
     wait_for_package_tools(host, config.lock_timeout_seconds)
+    kernel = _as_it_is_now(host, config, kernel, result)
     stray = stray_backups(kernel)
     _check_initramfs(host, kernel)
     created = _time_of_its_own(host, kernel.release)
@@ -185,6 +199,33 @@ def _install(
     return backup.id
 
 
+def _as_it_is_now(
+    host: Host, config: Config, kernel: KernelFacts, result: BuildResult
+) -> KernelFacts:
+    """The kernel looked at again: apt and dkms were free to work while we compiled.
+
+    Raises:
+        PreflightError: it is not what was built for any more.
+    """
+    facts = look(host, config, with_p2p=False)
+    found = next((k for k in facts.kernels if k.release == kernel.release and k.image), None)
+    wanted = config.driver_version or facts.driver.userland
+    headers = "" if found is None else headers_fingerprint(host, found.headers)
+    if found is None or found.problem is not None:
+        what = "the kernel went away"
+    elif wanted != result.driver_version:
+        what = f"the driver's userland is {wanted} now, {result.driver_version} was built"
+    elif headers != dict(result.inputs)["headers"]:
+        what = "its headers changed"
+    else:
+        return found
+    raise PreflightError(
+        f"{kernel.release}: {what} while the modules were compiled",
+        code="changed-meanwhile",
+        hint="gpuguard rebuild once more; nothing was changed",
+    )
+
+
 def _time_of_its_own(host: Host, release: str) -> str:
     # A record is named by its second; two builds within one happen with tiny sources only.
     while host.path(record_path(release, created := now())).exists():
@@ -217,8 +258,12 @@ def _forget(step: Forget, host: Host) -> None:
     folder = host.path(our_folder(step.release))
     if folder.is_dir():
         paths += [f"{our_folder(step.release)}/{entry.name}" for entry in folder.iterdir()]
+    tree_is_there = host.path(f"{module_tree(step.release)}/modules.dep").exists()
     apply(
-        tuple(RemoveFile(path=path) for path in paths),
+        (
+            *(RemoveFile(path=path) for path in paths),
+            *((Depmod(release=step.release),) if tree_is_there else ()),
+        ),
         host,
         verb="forget",
         release=step.release,
@@ -240,9 +285,12 @@ def _blocked(step: Rebuild) -> PreflightError:
 
 
 def _remember(host: Host, kernel: KernelFacts, inputs: BuildInputs, error: GpuguardError) -> None:
+    also: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, VerifyError):
+        also = (("modules_config", modules_config_fingerprint(host)),)
     failure = BuildFailure(
         release=kernel.release,
-        inputs=inputs.inputs,
+        inputs=(*inputs.inputs, *also),
         code=error.code,
         message=error.message,
         created=now(),
