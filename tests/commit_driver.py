@@ -68,8 +68,15 @@ def _install(host: LocalHost, kernel: KernelFacts, built: Path, seed: str) -> No
     for name in toys.NAMES:
         file = built / seed / f"{name}.ko"
         module = toys.toy_module(file, name=name, release=RELEASE, seed=f"{seed} {name}")
-        build_id = _build_id(module)
-        modules.append(NewModule(name=name, file_name=file.name, source=file, build_id=build_id, sha256=sha256_file(file)))  # fmt: skip
+        modules.append(
+            NewModule(
+                name=name,
+                file_name=file.name,
+                source=file,
+                build_id=_build_id(module),
+                sha256=sha256_file(file),
+            )
+        )
     record = BuildRecord(
         release=RELEASE,
         driver_version=toys.VERSION,
@@ -77,7 +84,13 @@ def _install(host: LocalHost, kernel: KernelFacts, built: Path, seed: str) -> No
         created=f"2026-01-0{1 if seed == 'patched' else 2}T00:00:00Z",
     )
     stray = (STRAY,) if host.path(STRAY).exists() else ()
-    backup = take(host, kernel, reason="test", created=record.created, paths=touched_paths(kernel, stray))  # fmt: skip
+    backup = take(
+        host,
+        kernel,
+        reason="test",
+        created=record.created,
+        paths=touched_paths(kernel, stray),
+    )
     apply(
         install_actions(host, kernel, record, tuple(modules), stray), host,
         verb="rebuild", release=RELEASE, started=record.created, backup=backup.id,

@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("shim") / "faultshim.so"
-    command = ["gcc", "-shared", "-fPIC", "-O1", "-o", library, HERE / "faultshim.c", "-ldl"]
+    source = str(HERE / "faultshim.c")
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), source, "-ldl"]
     subprocess.run(command, check=True)
     return library
 
