@@ -19,8 +19,18 @@ from tests.test_build_sign import make_key
 POLICY = f"{SOURCE}/src/nvidia/src/p2p_policy.c"
 _GUID = "8be4df61-93ca-11d2-aa0d-00e098032b8c"
 _MOK = "MokListRT-605dab50-e046-4300-abb6-3dd810dd8b23"
-#: Does to a module what the kernel's tool does, as far as its end is concerned.
-SIGN_FILE = "#!/bin/sh\nprintf 'PKCS#7~Module signature appended~\\n' >> \"$4\"\n"
+#: Does to a module what the kernel's tool does: PKCS #7, its size, a line of text.
+SIGN_FILE = r"""#!/bin/sh
+set -e
+openssl cms -sign -binary -noattr -nocerts -nosmimecap -outform DER -md "$1" \
+    -inkey "$2" -signer "$3" -in "$4" -out "$4.p7s"
+size=$(stat -c %s "$4.p7s")
+cat "$4.p7s" >> "$4"
+rm "$4.p7s"
+octal="\\$(printf %03o $((size / 256)))\\$(printf %03o $((size % 256)))"
+printf "\\0\\0\\2\\0\\0\\0\\0\\0\\0\\0$octal" >> "$4"
+printf '~Module signature appended~\n' >> "$4"
+"""
 
 
 def moved_context(box: Box) -> None:

@@ -62,7 +62,7 @@ class ModuleFile:
     version: str | None = None
     srcversion: str | None = None
     signed: bool = False
-    signer: str | None = None  # of whose key, as ``host.signature``; None: not signed, or garbage
+    signer: str | None = None  # as in ``host.signature``; None: not signed, or that is garbage
     problem: str | None = None
     packaged: bool = False  # dpkg put it there; asked only for files that look stray
 
@@ -202,15 +202,15 @@ class DriverFacts:
 class SecureBootFacts:
     """State of Secure Boot and of the key that modules are signed with.
 
-    ``enrolled`` None: the list of enrolled keys cannot be read. ``signer`` names the certificate's
-    key as signatures do; ``trusted`` likewise every key in the firmware's and shim's lists.
+    ``enrolled`` None: the list of enrolled keys cannot be read. ``signers`` is what signatures by
+    this key call its certificate; ``trusted`` likewise all of the firmware's and shim's lists.
     """
 
     state: SecureBootState
     key: str | None = None
     certificate: str | None = None
     enrolled: bool | None = None
-    signer: str | None = None
+    signers: tuple[str, ...] = ()
     trusted: tuple[str, ...] = ()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from gpuguard.core.facts import (
     DriverFacts,
@@ -13,24 +12,10 @@ from gpuguard.core.facts import (
     ModuleFile,
     ResolvedModule,
     SecureBootFacts,
-    SecureBootState,
 )
 from gpuguard.core.findings import Severity
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Obstacle:
-    """One reason why a kernel is not ready; ``rebuildable`` if new modules would remove it.
-
-    ``remedy`` is what to do about it where that is neither a rebuild nor looking as root.
-    """
-
-    code: str
-    message: str
-    rebuildable: bool = True
-    severity: Severity = Severity.WARNING
-    evidence: dict[str, str] = field(default_factory=dict)
-    remedy: str = ""
+from gpuguard.core.obstacle import Obstacle as Obstacle  # noqa: PLC0414 - asked for here
+from gpuguard.core.signatures import signature_obstacles
 
 
 def obstacles(
@@ -50,7 +35,7 @@ def obstacles(
         *_files(kernel),
         *_versions(kernel, driver),
         *_initramfs(kernel),
-        *_signatures(kernel, secure_boot),
+        *signature_obstacles(kernel, secure_boot),
     )
 
 
@@ -152,31 +137,6 @@ def _initramfs(kernel: KernelFacts) -> Iterator[Obstacle]:
         yield Obstacle(
             code="initramfs-unknown",
             message=f"{path} could not be looked into: {kernel.initramfs.reason}",
-            rebuildable=False,
-            severity=Severity.UNKNOWN,
-        )
-
-
-def _signatures(kernel: KernelFacts, secure_boot: SecureBootFacts) -> Iterator[Obstacle]:
-    if secure_boot.state is not SecureBootState.ON:
-        return
-    unsigned = [m.file.path for m in kernel.modules if m.file and not m.file.signed]
-    if unsigned:
-        yield Obstacle(
-            code="secure-boot-will-reject",
-            message=f"Secure Boot is on and {unsigned[0]} is not signed: the kernel will reject it",
-            evidence={"unsigned": ", ".join(unsigned)},
-        )
-    elif secure_boot.enrolled is False:
-        yield Obstacle(
-            code="secure-boot-key-not-enrolled",
-            message=f"Secure Boot is on and {secure_boot.certificate} is not enrolled",
-            rebuildable=False,
-        )
-    elif secure_boot.enrolled is None:
-        yield Obstacle(
-            code="secure-boot-unknown",
-            message="Secure Boot is on, and whether our key is enrolled could not be read",
             rebuildable=False,
             severity=Severity.UNKNOWN,
         )

@@ -3,7 +3,7 @@
 Only a few kilobytes are read, by seeking: a module may weigh hundreds of megabytes.
 ``modinfo`` does not print the build-id, and one run of it per file would cost more than
 all the reading here. Format: elf(5); relocatable 64- or 32-bit objects of either byte order.
-Out of scope: anything that is not a module, and the signature's content (``modinfo`` knows).
+Out of scope: anything that is not a module.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from gpuguard.errors import ProbeError
+from gpuguard.host.signature import is_signed, signer_of
 
-_SIGNATURE_TRAILER = b"~Module signature appended~\n"  # Linux, include/linux/module_signature.h
 _SHT_NOTE = 7
 _NT_GNU_BUILD_ID = 3
 _MAX_SECTIONS = 20_000  # a debug build of nvidia.ko has some 2,000
@@ -24,11 +24,15 @@ _MAX_SECTION_BYTES = 1 << 20  # .modinfo, notes and names are a few kB; more is 
 
 @dataclass(frozen=True, slots=True)
 class ElfModule:
-    """Build-id in lower-case hex (None: no such note), .modinfo (first value of a key wins)."""
+    """Build-id in lower-case hex (None: no such note), .modinfo (first value of a key wins).
+
+    ``signer`` as in ``host.signature``; None although ``signed``: it is no signature.
+    """
 
     build_id: str | None
     modinfo: dict[str, str]
     signed: bool
+    signer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ def read_module(file: BinaryIO) -> ElfModule:
         return ElfModule(
             build_id=_build_id(file, sections, order),
             modinfo=_modinfo(file, sections, names),
-            signed=_is_signed(file),
+            signed=is_signed(file),
+            signer=signer_of(file),
         )
     except (struct.error, ValueError, OverflowError) as error:
         raise ProbeError(
@@ -119,13 +124,6 @@ def _pairs(content: bytes) -> Iterator[tuple[str, str]]:
         key, equals, value = item.partition(b"=")
         if equals:
             yield key.decode("utf-8", "replace"), value.decode("utf-8", "replace")
-
-
-def _is_signed(file: BinaryIO) -> bool:
-    end = file.seek(0, 2)
-    if end < len(_SIGNATURE_TRAILER):
-        return False
-    return _read(file, end - len(_SIGNATURE_TRAILER), len(_SIGNATURE_TRAILER)) == _SIGNATURE_TRAILER
 
 
 def _content(file: BinaryIO, section: _Section) -> bytes:

@@ -28,9 +28,9 @@ _LINKS = ("/vmlinuz", "/boot/vmlinuz")
 def probe_next_kernel(host: Host, installed_releases: Sequence[str]) -> NextKernel:
     """What the boot loader will start if nobody touches a key.
 
-    GRUB, systemd-boot, extlinux, then the ``/vmlinuz`` link. A loader that is there but whose answer
-    cannot be read ends the search: a later source would be a guess. The release may be one
-    that is not installed.
+    GRUB, systemd-boot, extlinux, then the ``/vmlinuz`` link. A loader that is there but whose
+    answer cannot be read ends the search: a later source would be a guess. The release may be
+    one that is not installed.
     """
     loaders = {
         "grub": _from_grub,

@@ -24,6 +24,7 @@ from gpuguard.probes.bootloader import probe_next_kernel
 from gpuguard.probes.dkms import probe_dkms
 from gpuguard.probes.dpkg import Package, read_packages
 from gpuguard.probes.driver import probe_driver
+from gpuguard.probes.enforcement import probe_enforcement
 from gpuguard.probes.headers import probe_headers
 from gpuguard.probes.initramfs import probe_initramfs
 from gpuguard.probes.kernels import probe_releases, probe_running, probe_suffix
@@ -89,17 +90,20 @@ def probe_kernel(
         modules = probe_modules(host, release, ours, cache)
     except GpuguardError as error:
         modules, problem = (), error.message
+    headers = _headers(host, release, packages)
+    command_line = boot.command_line if boot is not None else None
     return KernelFacts(
         release=release,
         image=image,
         modules=modules,
-        headers=_headers(host, release, packages),
+        headers=headers,
         initramfs=_initramfs(host, release, dict(iter_build_ids(modules)), cache, problem, boot),
         suffix=probe_suffix(host, release),
         records=records,
         failure=read_failure(host, release),
         problem=problem,
-        command_line=boot.command_line if boot is not None else None,
+        enforced=probe_enforcement(host, release, headers.build_dir, command_line),
+        command_line=command_line,
         has_own_modules=host.path(f"{module_tree(release)}/kernel").is_dir(),
     )
 

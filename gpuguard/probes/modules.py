@@ -170,7 +170,7 @@ def read_module_file(host: Host, path: str, cache: FileCache) -> ModuleFile:
     name = base_name(Path(path).name)
     try:
         known = cache.get(real)
-        if known is None:
+        if known is None or ("build_id" in known and "signer" not in known):  # of an older version
             known = _read(host, real)
             cache.put(real, known)
     except OSError as error:
@@ -195,6 +195,7 @@ def _read(host: Host, real: Path) -> dict[str, object]:
         "version": info.get("version"),
         "srcversion": info.get("srcversion"),
         "signed": module.signed,
+        "signer": module.signer,
         "problem": None if module.build_id else "has no GNU build-id",
     }
 

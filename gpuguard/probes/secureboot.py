@@ -8,15 +8,23 @@ from __future__ import annotations
 import binascii
 import re
 import shlex
+import struct
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 
 from gpuguard.core.facts import SecureBootFacts, SecureBootState
 from gpuguard.errors import ProbeError
 from gpuguard.host.port import Host
 from gpuguard.host.reading import list_dir, read_bytes, read_text, real_path
-from gpuguard.probes.efivars import efivar_names, read_efivar
+from gpuguard.host.signature import names_of_certificate as _names
+from gpuguard.probes.efivars import EFIVARS_DIR, efivar_names, read_efivar
 
 _SECURE_BOOT = "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+_NO_VALIDATION = "MokSBStateRT-605dab50-e046-4300-abb6-3dd810dd8b23"
+_LIST = struct.Struct("<16sIII")  # EFI_SIGNATURE_LIST: kind, size, of its header, of each entry
+_X509 = bytes.fromhex("a159c0a5e494a74a87b5ab155c2bf072")  # EFI_CERT_X509_GUID
+_OWNER_BYTES = 16
 #: Certificates that the kernel accepts modules from: shim's own list (in parts where it is
 #: long: MokListRT1, …) and the firmware's.
 _LISTS = re.compile(
@@ -44,13 +52,10 @@ def probe_secure_boot(
     """
     key, certificate = _key_and_certificate(host, config_key, config_certificate)
     state = _state(host)
-    may_matter = state is not SecureBootState.NOT_APPLICABLE
-    return SecureBootFacts(
-        state=state,
-        key=key,
-        certificate=certificate,
-        enrolled=_is_enrolled(host, certificate) if certificate and may_matter else None,
-    )
+    facts = SecureBootFacts(state=state, key=key, certificate=certificate)
+    if state is SecureBootState.NOT_APPLICABLE:
+        return facts
+    return _with_enrolled(host, facts)
 
 
 def parse_assignments(text: str) -> dict[str, str]:
@@ -81,6 +86,13 @@ def certificate_der(content: bytes) -> bytes:
     return content
 
 
+def _validates(host: Host) -> bool:
+    """False if a person told shim to let everything pass: ``mokutil --disable-validation``."""
+    content = read_bytes(host, f"{EFIVARS_DIR}/{_NO_VALIDATION}", max_bytes=64) or b""
+    # As the kernel's efi_get_secureboot: not if it is non-volatile, which any program can set.
+    return not (len(content) > 4 and content[4] == 1 and not content[0] & 1)  # noqa: PLR2004
+
+
 def _state(host: Host) -> SecureBootState:
     try:
         if real_path(host, "/sys/firmware/efi") is None:
@@ -88,6 +100,8 @@ def _state(host: Host) -> SecureBootState:
             # disk, an image) have a firmware of its own.
             return SecureBootState.NOT_APPLICABLE
         value = read_efivar(host, _SECURE_BOOT)
+        if value == b"\1" and not _validates(host):
+            value = b"\0"
     except ProbeError:
         return SecureBootState.UNKNOWN
     match value:
@@ -132,15 +146,33 @@ def _may_exist(host: Host, path: str) -> bool:
         return True  # its folder is closed to us: better named than denied
 
 
-def _is_enrolled(host: Host, certificate: str) -> bool | None:
+def _with_enrolled(host: Host, facts: SecureBootFacts) -> SecureBootFacts:
     try:
-        wanted = certificate_der(read_bytes(host, certificate) or b"")
         lists = list(_enrolled_lists(host))
     except ProbeError:
-        return None
-    if any(wanted in content for content in lists):
-        return True
-    return False if lists else None
+        return facts
+    trusted = {n for content in lists for der in certificates(content) for n in _names(der)}
+    own: tuple[str, ...] = ()
+    enrolled = None
+    with suppress(ProbeError):
+        wanted = certificate_der(read_bytes(host, facts.certificate or "") or b"")
+        own = _names(wanted)
+        enrolled = any(wanted in content for content in lists) if lists else None
+    trusted |= set(own) if enrolled else set()
+    return replace(facts, enrolled=enrolled, signers=own, trusted=tuple(sorted(trusted)))
+
+
+def certificates(content: bytes) -> Iterator[bytes]:
+    """The certificates in the value of a variable such as ``db``: EFI_SIGNATURE_LISTs (UEFI)."""
+    while len(content) >= _LIST.size:
+        kind, size, header, each = _LIST.unpack_from(content)
+        begin = _LIST.size + header
+        if size < begin or size > len(content) or each <= _OWNER_BYTES:
+            return  # nonsense: what follows cannot be told
+        for place in range(begin, size - each + 1, each):
+            if kind == _X509:
+                yield content[place + _OWNER_BYTES : place + each]
+        content = content[size:]
 
 
 def _enrolled_lists(host: Host) -> Iterator[bytes]:

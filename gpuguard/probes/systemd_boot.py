@@ -125,10 +125,9 @@ def _entries_of(host: Host, folder: str, installed: Sequence[str]) -> list[Loade
                 entry = _entry(name, release, pairs)
                 options = " ".join(_values(text, "options"))
                 entries.append(replace(entry, initrds=initrds, command_line=options))
-    for name in list_dir(host, f"{folder}/EFI/Linux"):
-        if name.endswith(".efi"):
-            entries.append(_unified(host, f"{folder}/EFI/Linux", name, installed))
-    return entries
+    images = f"{folder}/EFI/Linux"
+    names = (name for name in list_dir(host, images) if name.endswith(".efi"))
+    return [*entries, *(_unified(host, images, name, installed) for name in names)]
 
 
 def _values(text: str, key: str) -> list[str]:
