@@ -77,7 +77,8 @@ class SourceConfig:
     ``path`` is a git clone or a plain folder. ``ref`` and ``stock_ref`` are templates with
     ``{driver_version}`` and apply to a clone only; ``stock_ref`` names the unpatched state,
     so that a "patched" ref that changes nothing is noticed. ``trusted_owner`` is an account
-    other than root whose files the operator trusts root to compile.
+    other than root whose files the operator trusts root to compile. ``already_patched`` is the
+    operator's word for a source without patches and without a stock state to compare with.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -88,6 +89,7 @@ class SourceConfig:
     # Applied in this order; absolute paths, globs and {driver_version} allowed.
     patches: tuple[Annotated[Template, AfterValidator(_absolute)], ...] = ()
     trusted_owner: str | None = None
+    already_patched: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
 
 from tests import toys
-from tests.box import K1, K2, PATCH, Box
+from tests.box import K1, K2, PATCH, SOURCE, Box
 from tests.trees import make_tree
 
 
@@ -155,3 +157,78 @@ def test_depmod_of_a_tree_reads_all_of_the_trees_configuration(box: Box, folder:
     answer = box.rebuild("--kernel", K2)
 
     assert answer.error["code"] == "not-resolved"  # and not "fine" until depmod's next run
+
+
+def test_a_source_that_nothing_calls_patched_is_refused(box: Box) -> None:
+    box.configure(source={"path": f"/{SOURCE}", "patches": []})
+    before = box.snapshot()
+
+    answer = box.rebuild("--kernel", K2)
+
+    assert answer.status == 78
+    assert answer.error["code"] == "source-not-patched"
+    assert "already_patched" in answer.error["hint"]
+    assert box.snapshot() == before
+
+
+def test_the_operators_word_that_a_source_is_patched_counts(box: Box) -> None:
+    box.configure(source={"path": f"/{SOURCE}", "patches": [], "already_patched": True})
+
+    box.rebuilt("--kernel", K2)
+
+    assert box.kernel(K2)["ready"] is True
+
+
+def test_a_patch_that_changes_nothing_that_is_compiled_is_refused(box: Box) -> None:
+    readme = "--- /dev/null\n+++ b/README\n@@ -0,0 +1 @@\n+text\n"
+    (box.root / PATCH).write_text(readme)
+
+    answer = box.rebuild("--kernel", K2)
+
+    assert answer.status == 65
+    assert answer.error["code"] == "patch-changes-nothing"
+
+
+def test_a_file_that_the_index_names_and_that_is_gone_is_rebuilt(box: Box) -> None:
+    box.rebuilt("--kernel", K2)
+    (box.tree(K2) / "updates/gpuguard/nvidia.ko").unlink()
+
+    box.rebuilt("--kernel", K2)
+
+    assert box.kernel(K2)["ready"] is True
+
+
+def test_two_suffixes_of_our_own_module_are_cleaned(box: Box) -> None:
+    box.rebuilt("--kernel", K2)
+    ours = box.tree(K2) / "updates/gpuguard"
+    subprocess.run(["xz", "-k", "--check=crc32", ours / "nvidia.ko"], check=True)
+    toys.depmod(box.root, K2)
+
+    box.rebuilt("--kernel", K2)
+
+    assert sorted(path.name for path in ours.glob("nvidia.ko*")) == ["nvidia.ko"]
+
+
+def test_a_strict_umask_leaves_the_index_readable_for_all(box: Box) -> None:
+    before = os.umask(0o077)
+    try:
+        box.rebuilt("--kernel", K2)
+    finally:
+        os.umask(before)
+
+    assert (box.tree(K2) / "modules.dep.bin").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to remount")
+def test_a_rollback_on_a_read_only_file_system_begins_nothing(box: Box) -> None:
+    box.rebuilt("--kernel", K2)
+    tree = box.tree(K2)
+    subprocess.run(["mount", "--bind", tree, tree], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", tree], check=True)
+        answer = box.json("rollback", "--kernel", K2)
+    finally:
+        subprocess.run(["umount", tree], check=True)
+
+    assert (answer.status, answer.error["code"]) == (69, "read-only")
+    assert "change-interrupted" not in box.findings()

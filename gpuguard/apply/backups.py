@@ -79,8 +79,8 @@ def take(
     store = ObjectStore(host)
     modules = []
     for module in kernel.modules:
-        if module.file is None:
-            continue
+        if module.file is None or not host.path(module.file.path).exists():
+            continue  # modules.dep may name a file that somebody removed: nothing to keep
         modules.append(
             BackedUpModule(
                 name=module.name,

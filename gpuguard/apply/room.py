@@ -20,7 +20,7 @@ from gpuguard.apply.execute import DEPMOD_OUTPUTS
 from gpuguard.core.facts import KernelFacts
 from gpuguard.errors import PreflightError
 from gpuguard.host import Host
-from gpuguard.state import BACKUPS_DIR, module_tree
+from gpuguard.state import BACKUPS_DIR, DEPMOD_DIR, module_tree
 
 _BLOCK = 4096  # a file takes whole ones
 _SLACK = 1 << 20  # journal, manifest, folders, what others write meanwhile
@@ -49,6 +49,25 @@ def check_room(actions: Sequence[Action], host: Host, kernel: KernelFacts) -> No
                 f"{_mib(free)} MiB free",
                 code="disk-space",
                 hint="make room (apt autoremove --purge, apt clean) and try again",
+            )
+
+
+def check_writable(host: Host, kernel: KernelFacts) -> None:
+    """Before anything is begun: everything that a change writes can be written.
+
+    Raises:
+        PreflightError: ``read-only``.
+    """
+    places = [module_tree(kernel.release), DEPMOD_DIR, BACKUPS_DIR]
+    if kernel.initramfs.modules and kernel.initramfs.path is not None:
+        places.append(str(PurePosixPath(kernel.initramfs.path).parent))
+    for place in places:
+        real = _existing(host, place)
+        if not os.access(real, os.W_OK):
+            raise PreflightError(
+                f"{kernel.release}: {host.inside(real)} cannot be written",
+                code="read-only",
+                hint="is its file system mounted read-only? mount -o remount,rw, then try again",
             )
 
 

@@ -198,7 +198,20 @@ def _cxx_blockers(
 def _unpatched_blockers(
     source: SourceState, patches: tuple[PatchFile, ...], config: Config
 ) -> Iterator[Blocker]:
-    if source.differs_from_stock is False and not patches and not config.source.patches:
+    if patches or config.source.patches or source.differs_from_stock:
+        return
+    if source.differs_from_stock is None and not config.source.already_patched:
+        # the one mistake that this program is there to prevent must not be made by it
+        yield Blocker(
+            code="source-not-patched",
+            message=f"nothing says that {source.path} is patched: no patches, no stock_ref",
+            hint=(
+                "list source.patches, or set source.stock_ref to compare with, or give your word: "
+                "source.already_patched: true"
+            ),
+            exit_status=os.EX_CONFIG,
+        )
+    elif source.differs_from_stock is False:
         yield Blocker(
             code="source-not-patched",
             message=f"{source.ref} has the same tree as the stock ref, and there is no patch",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Protocol
 
 from gpuguard.core.facts import (
@@ -202,8 +203,24 @@ def _reasons(
             yield from changed_inputs(_record_in_use(kernel), now)
         if stray := stray_backups(kernel):
             yield f"copies below updates/ compete with the real modules: {', '.join(stray)}"
+        if double := _two_suffixes_of_ours(kernel):
+            yield f"one module of ours twice in a folder, either may win: {double}"
         if request.force:
             yield "--force"
+
+
+def _two_suffixes_of_ours(kernel: KernelFacts) -> str:
+    """Ours only: a ``.ko`` beside a ``.ko.xz`` in DKMS's folder is DKMS's business."""
+    seen: dict[str, str] = {}
+    for module in kernel.modules:
+        for file in (*((module.file,) if module.file else ()), *module.others):
+            if PurePosixPath(file.path).parent.name != "gpuguard":
+                continue
+            stem = file.path.split(".ko", 1)[0]
+            if stem in seen:
+                return f"{seen[stem]}, {file.path}"
+            seen[stem] = file.path
+    return ""
 
 
 def _same_inputs(failure: BuildFailure, now: Inputs, facts: HostFacts) -> bool:

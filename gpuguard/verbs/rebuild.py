@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpuguard.apply.actions import Depmod, RemoveFile
 from gpuguard.apply.backups import list_backups, prune, take
@@ -20,7 +19,7 @@ from gpuguard.apply.install import (
     touched_paths,
 )
 from gpuguard.apply.lock import wait_for_package_tools
-from gpuguard.apply.room import check_room
+from gpuguard.apply.room import check_room, check_writable
 from gpuguard.apply.transaction import apply
 from gpuguard.build.inputs import BuildInputs
 from gpuguard.build.pipeline import BuildResult, build_modules
@@ -41,7 +40,7 @@ from gpuguard.host import Host
 from gpuguard.probes.headers import headers_fingerprint
 from gpuguard.probes.modules_config import modules_config_fingerprint
 from gpuguard.records import forget_failure, record_files, record_path, write_failure
-from gpuguard.state import BACKUPS_DIR, DEPMOD_DIR, module_tree
+from gpuguard.state import module_tree
 from gpuguard.verbs.clock import now
 from gpuguard.verbs.inspect import Planned, look
 
@@ -64,6 +63,7 @@ def rebuild(host: Host, config: Config, planned: Planned, progress: Progress) ->
     Raises:
         StateError: the backups cannot be read; nothing was changed.
     """
+    os.umask(0o022)  # what depmod and initramfs tools write is for everyone to read
     list_backups(host)  # ``prune`` must know them all
     for step in planned.plan.steps:
         try:
@@ -130,7 +130,7 @@ def _rebuild(
 ) -> Outcome:
     if step.blockers:
         raise _blocked(step)
-    _check_writable(host, kernel)
+    check_writable(host, kernel)
     _check_initramfs(host, kernel)  # before minutes of compiling, and again after them
     inputs = planned.inputs[step.release]
     try:
@@ -309,24 +309,6 @@ def _base_names(kernel: KernelFacts, facts: HostFacts) -> dict[str, str]:
 
 def _kernel(facts: HostFacts, release: str) -> KernelFacts:
     return next(kernel for kernel in facts.kernels if kernel.release == release)
-
-
-def _check_writable(host: Host, kernel: KernelFacts) -> None:
-    for place in (module_tree(kernel.release), DEPMOD_DIR, BACKUPS_DIR):
-        real = _existing(host, place)
-        if not os.access(real, os.W_OK):
-            raise PreflightError(
-                f"{kernel.release}: {host.inside(real)} cannot be written",
-                code="read-only",
-                hint="is its file system mounted read-only? mount -o remount,rw, then try again",
-            )
-
-
-def _existing(host: Host, place: str) -> Path:
-    real = host.path(place)
-    while not real.exists():
-        real = real.parent
-    return real
 
 
 def _check_initramfs(host: Host, kernel: KernelFacts) -> None:

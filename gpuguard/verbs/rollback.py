@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from gpuguard.apply.backups import Backup, get_backup, list_backups, prune, take
 from gpuguard.apply.initramfs import check_initramfs_possible
 from gpuguard.apply.install import initramfs_actions, rollback_actions, touched_paths
 from gpuguard.apply.lock import wait_for_package_tools
-from gpuguard.apply.room import check_room
+from gpuguard.apply.room import check_room, check_writable
 from gpuguard.apply.transaction import apply
 from gpuguard.config import Config
 from gpuguard.core.facts import HostFacts, Identity, KernelFacts
@@ -64,6 +65,8 @@ def roll_back(host: Host, config: Config | None, plan: RollbackPlan) -> str:
     """
     kernel = plan.kernel
     timeout = config.lock_timeout_seconds if config is not None else 60.0
+    os.umask(0o022)  # what depmod and initramfs tools write is for everyone to read
+    check_writable(host, kernel)
     actions = rollback_actions(host, kernel, plan.backup)  # verifies the contents first
     wait_for_package_tools(host, timeout)
     if initramfs_actions(kernel) and kernel.initramfs.path is not None:
