@@ -179,9 +179,12 @@ def _refuse_untrusted(host: Host, paths: Sequence[str]) -> None:
     """As root, refuse files that others can write: they name what root compiles and loads."""
     if os.geteuid() != 0:
         return
-    reasons = {path: reason for path in paths if (reason := writable_by_others(host.path(path)))}
+    real = {path: host.root / path.lstrip("/") for path in paths}
+    reasons = {
+        path: reason for path in paths if (reason := writable_by_others(real[path], root=host.root))
+    }
     if reasons:
-        remedies = dict.fromkeys(_remedy(host.path(path), why) for path, why in reasons.items())
+        remedies = dict.fromkeys(_remedy(why) for why in reasons.values())
         raise ConfigError(
             f"{next(iter(reasons))}: others than root can change it, so root must not follow it",
             code="config-untrusted",
@@ -190,9 +193,10 @@ def _refuse_untrusted(host: Host, paths: Sequence[str]) -> None:
         )
 
 
-def _remedy(path: Path, reason: str) -> str:
-    real = Path(os.path.realpath(path))
-    culprit = next(step for step in (real, *real.parents) if reason.startswith(f"{step} is "))
-    if " is owned by " in reason:
-        return f"chown root:root {culprit} && chmod go-w {culprit}"
-    return f"chmod go-w {culprit}"
+def _remedy(reason: str) -> str:
+    culprit = reason.partition(" is owned by ")[0].partition(" is writable by ")[0]
+    if " is owned by " not in reason:
+        return f"chmod go-w {culprit}"
+    if Path(culprit).is_symlink():
+        return f"chown --no-dereference root:root {culprit}"
+    return f"chown root:root {culprit} && chmod go-w {culprit}"

@@ -194,6 +194,18 @@ def test_a_patch_that_does_not_apply_ends_it(copied: Workplace, kernel: KernelFa
     assert "src/nvidia/src/p2p_policy.c" in error.message
 
 
+def test_a_patch_that_makes_a_link_out_of_the_tree(copied: Workplace, kernel: KernelFacts) -> None:
+    with copied.patch.open("a") as patch:
+        patch.write(
+            "diff --git a/kernel-open/x.h b/kernel-open/x.h\nnew file mode 120000\n"
+            "--- /dev/null\n+++ b/kernel-open/x.h\n@@ -0,0 +1 @@\n+../../tmp/x.h\n"
+            "\\ No newline at end of file\n"
+        )
+    error = refused(copied, kernel)
+    assert error.code == "source-link-outside"
+    assert "kernel-open/x.h -> ../../tmp/x.h" in error.message
+
+
 def test_what_the_caller_raises_is_the_callers(copied: Workplace, kernel: KernelFacts) -> None:
     def fail(_: BuildResult) -> None:
         raise FileNotFoundError("the caller's")

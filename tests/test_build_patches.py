@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from gpuguard.build.patches import Applied, Outcome, apply_all
 from gpuguard.build.staging import Staging, staging
 from gpuguard.build.trust import trust_in
 from gpuguard.errors import PatchRejectedError
+from gpuguard.host import Completed, LocalHost
 from tests.building import Workplace, configured
 
 NUMBERS = "".join(f"line {number}\n" for number in range(1, 41))
@@ -234,3 +236,27 @@ def test_dos_line_ends(bench: Bench) -> None:
     path.write_bytes(text.replace("\n", "\r\n").encode())
     bench.apply("/srv/patches/dos")
     assert bench.text() == changed(20)
+
+
+def test_a_folder_that_is_a_link_is_not_followed_out_of_the_tree(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """The trial copies as root; what only root may read must not get to the build user."""
+    (tmp_path / "shadow").write_text("root's own\n")
+    (bench.here.tree / "d").symlink_to(tmp_path)
+    seen: list[Path] = []
+    real = bench.place.host.run
+    patch = bench.raw("p", "--- a/d/shadow\n+++ b/d/shadow\n@@ -1 +1 @@\n-root's own\n+x\n")
+    found, _ = find(bench.place.host, [patch], None, trust_in(None))
+
+    class Host(LocalHost):
+        def run(self, *argv: str, **how: Any) -> Completed:
+            seen.extend(bench.here.root.glob("trial/d/*"))
+            return real(*argv, **how)
+
+    with pytest.raises(PatchRejectedError):
+        apply_all(
+            Host(bench.place.root), found, bench.here, source_differs=None, log=bench.log.append
+        )
+    assert seen == []
+    assert (tmp_path / "shadow").read_text() == "root's own\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,21 @@ def test_a_tool_that_others_can_write_is_not_run_as_root(workplace: Workplace) -
     assert found.signer is None
     assert found.blocker is not None
     assert found.blocker.code == "signing-tool-missing"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user trusts their own files")
+@pytest.mark.parametrize("name", ["mok.key", "mok.der"])
+def test_a_key_that_others_can_write_is_not_used_by_root(workplace: Workplace, name: str) -> None:
+    put_keys(workplace)
+    put_tool(workplace, "usr/lib/linux-kbuild-6.1/scripts/sign-file")
+    (workplace.root / "srv" / name).chmod(0o666)
+    found = plan(workplace.host, SigningConfig(), kernel(), KEYS)
+    assert found.blocker is not None
+    assert found.blocker.code == "signing-key-untrusted"
+    off = replace(KEYS, state=SecureBootState.OFF)
+    found = plan(workplace.host, SigningConfig(), kernel(), off)
+    assert (found.signer, found.blocker) == (None, None)
+    assert f"/srv/{name}" in found.reason
 
 
 def test_the_configurations_key_comes_first(workplace: Workplace) -> None:

@@ -30,6 +30,7 @@ _OPTIONS = (
     "--no-pager",
     "-c", "core.hooksPath=/dev/null",
     "-c", "core.fsmonitor=",
+    "-c", "core.attributesFile=/dev/null",
     "-c", "protocol.allow=never",  # a partial clone would fetch what it lacks: no network
 )  # fmt: skip
 
@@ -41,15 +42,6 @@ class TreeItem:
     mode: str
     size: int
     path: str
-
-
-def git_dir(path: Path) -> Path | None:
-    """Where a clone's repository is: ``.git`` (folder, or file of a worktree), or bare."""
-    if (path / ".git").exists():
-        return path / ".git"
-    if (path / "HEAD").is_file() and (path / "objects").is_dir() and (path / "refs").is_dir():
-        return path
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +86,8 @@ class Clone:
         return self._git("cat-file", "blob", f"{tree}:{path}")
 
     def archive(self, commit: str, target: Path) -> None:
-        """Write a tar of a commit to a path that the owner can write."""
-        self._git("archive", "--format=tar", f"--output={target}", commit, timeout=600)
+        """Write a tar of a commit; the file is this process's, whoever reads the clone."""
+        self._run("archive", "--format=tar", commit, timeout=600, stdout=target)
 
     @property
     def _who(self) -> str:
@@ -105,12 +97,17 @@ class Clone:
         return self._run(*arguments, timeout=timeout).stdout
 
     def _run(
-        self, *arguments: str, ok: tuple[int, ...] = (0,), timeout: float = _TIMEOUT
+        self,
+        *arguments: str,
+        ok: tuple[int, ...] = (0,),
+        timeout: float = _TIMEOUT,
+        stdout: Path | None = None,
     ) -> Completed:
         try:
             return self.host.run(
                 "git", *_OPTIONS, f"--git-dir={self.git_dir}", *arguments,
                 timeout=timeout, env=_ENVIRONMENT, user=self.owner, ok=ok, cwd=Path("/"),
+                stdout=stdout,
             )  # fmt: skip
         except CommandNotFoundError:
             raise

@@ -67,7 +67,7 @@ def _missing(name: str) -> Blocker:
 def _problem(host: Host, path: str, trust: Trust) -> Blocker | None:
     real = host.path(path)
     try:
-        distrust = trust.problem(real)
+        distrust = trust.problem(host, path)
         empty = not _changes_something(real)
     except OSError as error:
         return _missing(f"{path} that can be read ({error.strerror})")

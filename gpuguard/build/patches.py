@@ -29,6 +29,9 @@ _HUNK = re.compile(r"^(?:Hunk #(?P<hunk>\d+) (?:FAILED|ignored)|(?P<other>.*alre
 _NO_FILE = re.compile(r"^(?:can't find file to patch|No file to patch)")
 
 
+_COMPILED = ("src/", "kernel-open/")
+
+
 class Outcome(StrEnum):
     """What became of a patch that was accepted."""
 
@@ -72,9 +75,13 @@ def apply_all(
         copy = _own_copy(host, patch, staging, number)
         touched = _touched(copy)
         for name in touched:
-            before.setdefault(name, _state(staging.tree / name))
+            before.setdefault(name, _state(staging.tree, name))
         results.append(_Trial(host, patch, copy, touched, staging, log).apply())
-    changed = any(_state(staging.tree / name) != state for name, state in before.items())
+    changed = any(
+        _state(staging.tree, name) != state
+        for name, state in before.items()
+        if name.startswith(_COMPILED)  # a patch of the README alone makes no other module
+    )
     if patches and not changed and not source_differs:
         _refuse_unchanged(results, source_differs=source_differs)
     return tuple(results)
@@ -176,7 +183,8 @@ def _stripped(line: bytes, name: str) -> Iterator[str]:
 
 def _copy_into(tree: Path, folder: Path, name: str, staging: Staging) -> None:
     source, target = tree / name, folder / name
-    if source.is_symlink() or not source.is_file():
+    # As root: a folder in the name that is a link must not lead us out of the tree
+    if not source.is_file() or _has_a_link(tree, name):
         return
     for parent in reversed(target.relative_to(folder).parents):
         place = folder / parent
@@ -187,13 +195,19 @@ def _copy_into(tree: Path, folder: Path, name: str, staging: Staging) -> None:
     _give(target, staging)
 
 
+def _has_a_link(tree: Path, name: str) -> bool:
+    path = Path(name)
+    return any((tree / step).is_symlink() for step in (path, *path.parents) if step.name)
+
+
 def _give(path: Path, staging: Staging) -> None:
     if staging.user is not None:
         os.chown(path, staging.user.uid, staging.user.gid)
 
 
-def _state(path: Path) -> str:
-    if path.is_symlink() or not path.is_file():
+def _state(tree: Path, name: str) -> str:
+    path = tree / name
+    if not path.is_file() or _has_a_link(tree, name):
         return "absent"
     return f"{path.stat().st_mode & 0o100:o} {sha256_file(path)}"
 

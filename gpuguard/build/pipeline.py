@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuguard.build import core_objects, history, kbuild, patches, sign, source
+from gpuguard.build import core_objects, history, kbuild, links, patches, sign, source
 from gpuguard.build.check import all_there, check_module
 from gpuguard.build.compress import compress
 from gpuguard.build.core_objects import CoreInputs
@@ -152,6 +152,7 @@ class _Run:
             source_differs=self.inputs.source.differs_from_stock,
             log=self.make.log.line,
         )
+        links.must_stay_inside(self._staging.tree)  # a patch can make one, too
         for item in applied:
             self._tell(item)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuguard.errors import ConfigError, GpuguardError, PatchRejectedError, PreflightError
-from gpuguard.host import BuildUser
 
 _ERROR_CLASS: dict[int, type[GpuguardError]] = {
     os.EX_CONFIG: ConfigError,
@@ -63,8 +62,8 @@ class SourceState:
     """What would be compiled.
 
     ``identity`` is ``git:<tree>`` for a clone at a ref and ``sha256:<digest>`` for a folder as
-    it stands; empty when it could not be told. ``owner`` is the account that reads the clone
-    (None: this process's). ``differs_from_stock`` None: no stock ref to compare with.
+    it stands; empty when it could not be told. ``git_dir`` is the clone's repository, symlinks and
+    ``.git`` files followed. ``differs_from_stock`` None: no stock ref to compare with.
     """
 
     path: str
@@ -75,7 +74,7 @@ class SourceState:
     size_bytes: int = 0
     has_cxx: bool = False
     differs_from_stock: bool | None = None
-    owner: BuildUser | None = None
+    git_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuguard.build.records import Blocker
+from gpuguard.build.trust import trust_in
 from gpuguard.config import SigningConfig
 from gpuguard.core.facts import KernelFacts, SecureBootFacts, SecureBootState
 from gpuguard.errors import BuildError, CommandError
 from gpuguard.host import Host
 from gpuguard.host.elf import read_module
-from gpuguard.host.files import writable_by_others
 
 _TIMEOUT = 60.0
 _ENROL = (
@@ -78,16 +78,20 @@ def plan(
         return _unsigned("signing.mode is never", secure_boot.state is SecureBootState.ON)
     if not required and not kernel.headers.module_signing:
         return SigningPlan(reason="the kernel has no module signatures")
-    pair = _key_pair(host, config, secure_boot)
-    if isinstance(pair, str):
-        return _unsigned(pair, required)
+    key, certificate = config.key or secure_boot.key, config.certificate or secure_boot.certificate
+    if key is None or certificate is None:
+        return _unsigned("there is no key and certificate", required)
+    for path in (key, certificate):
+        if problem := _file_problem(host, path, required):
+            return problem
     tool = _tool(host, kernel)
     if tool is None:
         return _without_tool(kernel, required)
+    pair = _of_this_process(host, key), _of_this_process(host, certificate)
     return SigningPlan(Signer(tool, kernel.headers.signature_hash, *pair))
 
 
-def _unsigned(reason: str, required: bool) -> SigningPlan:  # noqa: FBT001 - one word, two callers
+def _unsigned(reason: str, required: bool) -> SigningPlan:  # noqa: FBT001 - one word, few callers
     if not required:
         return SigningPlan(reason=reason)
     return SigningPlan(
@@ -97,6 +101,38 @@ def _unsigned(reason: str, required: bool) -> SigningPlan:  # noqa: FBT001 - one
             hint=_ENROL,
         )
     )
+
+
+def _untrusted(path: str, why: str, required: bool) -> SigningPlan:  # noqa: FBT001 - as above
+    reason = f"others than root can change {path}: {why}"
+    if not required:
+        return SigningPlan(reason=reason)
+    return SigningPlan(
+        blocker=Blocker(
+            code="signing-key-untrusted",
+            message=f"modules must be signed here, and {reason}",
+            hint=f"chown root:root {path} && chmod go-w {path}, in a folder of root's; if others "
+            "could write it, make and enrol a new one",
+        )
+    )
+
+
+def _file_problem(host: Host, path: str, required: bool) -> SigningPlan | None:  # noqa: FBT001
+    """Why a key or certificate cannot be used; None if it can."""
+    if _is_token(path):
+        return None
+    if not host.path(path).is_file():
+        return _unsigned(f"{path} is not there", required)
+    why = _distrust(host, path)
+    return None if why is None else _untrusted(path, why, required)
+
+
+def _is_token(path: str) -> bool:
+    return path.startswith("pkcs11:")  # a token's URI; sign-file(1) takes it as it is
+
+
+def _of_this_process(host: Host, path: str) -> str:
+    return path if _is_token(path) else str(host.path(path))
 
 
 def _without_tool(kernel: KernelFacts, required: bool) -> SigningPlan:  # noqa: FBT001 - as above
@@ -112,24 +148,6 @@ def _without_tool(kernel: KernelFacts, required: bool) -> SigningPlan:  # noqa: 
     )
 
 
-def _key_pair(
-    host: Host, config: SigningConfig, secure_boot: SecureBootFacts
-) -> tuple[str, str] | str:
-    key = config.key or secure_boot.key
-    certificate = config.certificate or secure_boot.certificate
-    if key is None or certificate is None:
-        return "there is no key and certificate"
-    found = []
-    for path in (key, certificate):
-        if path.startswith("pkcs11:"):  # a token's URI; sign-file(1) takes it as it is
-            found.append(path)
-        elif host.path(path).is_file():
-            found.append(str(host.path(path)))
-        else:
-            return f"{path} is not there"
-    return found[0], found[1]
-
-
 def _tool(host: Host, kernel: KernelFacts) -> str | None:
     version = re.match(r"\d+\.\d+", kernel.release)
     places = [f"/usr/lib/linux-kbuild-{version[0]}/scripts/sign-file"] if version else []
@@ -137,10 +155,10 @@ def _tool(host: Host, kernel: KernelFacts) -> str | None:
         places.append(f"{kernel.headers.build_dir}/scripts/sign-file")
     for place in places:
         path = host.path(place)
-        if os.access(path, os.X_OK) and path.is_file() and _is_trusted(path):
+        if os.access(path, os.X_OK) and path.is_file() and _distrust(host, place) is None:
             return str(path)
     return "kmodsign" if host.has_program("kmodsign") else None
 
 
-def _is_trusted(tool: Path) -> bool:
-    return os.geteuid() != 0 or writable_by_others(tool) is None
+def _distrust(host: Host, absolute: str) -> str | None:
+    return trust_in(None).problem(host, absolute)

@@ -12,17 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuguard.build import products
-from gpuguard.build.git import Clone, TreeItem, git_dir
+from gpuguard.build import links, products
+from gpuguard.build import repository as repositories
+from gpuguard.build.git import Clone, TreeItem
 from gpuguard.build.records import Blocker, SourceState
 from gpuguard.build.staging import Staging
-from gpuguard.build.trust import Trust, everything_below, owner_of, trust_in
+from gpuguard.build.trust import Trust, owner_of, trust_in
 from gpuguard.config import SourceConfig
 from gpuguard.errors import BuildError, GpuguardError
 from gpuguard.host import BuildUser, Host
 
 _VERSION = re.compile(r"^\s*NVIDIA_VERSION\s*[:?]?=\s*(\S+)", re.MULTILINE)
 _CXX = (".cc", ".cpp")
+_LINK = "120000"  # mode of a symlink in a git tree
 _EXPORT_TIMEOUT = 600.0
 
 
@@ -88,13 +90,10 @@ def export(host: Host, source: SourceState, staging: Staging, user: BuildUser | 
         BuildError: ``source-changed``: the folder is no longer what was looked at.
         CommandError: git or tar failed.
     """
-    archive = staging.archive_dir(source.owner) / "source.tar"
+    archive = staging.root / "source.tar"
     path = host.path(source.path)
     if source.commit is not None:
-        repository = git_dir(path)
-        if repository is None:
-            raise BuildError(f"{source.path} is no longer a git clone", code="source-changed")
-        Clone(host, repository, source.owner).archive(source.commit, archive)
+        _same_clone(host, path, source).archive(source.commit, archive)
     else:
         names = staging.root / "source.list"
         names.write_bytes(b"".join(os.fsencode(e.name) + b"\0" for e in products.entries(path)))
@@ -103,7 +102,7 @@ def export(host: Host, source: SourceState, staging: Staging, user: BuildUser | 
                  "--null", "--no-recursion", "--verbatim-files-from", f"--files-from={names}",
                  timeout=_EXPORT_TIMEOUT)  # fmt: skip
         names.unlink()
-    staging.open_to_all(archive)
+    archive.chmod(0o644)  # whatever the umask says: the build user unpacks it
     # --touch: a commit's date may lie in the future, and make then rebuilds for ever
     host.run("tar", "--extract", "--touch", "--no-same-owner", "--no-same-permissions",
              f"--file={archive}", f"--directory={staging.tree}",
@@ -111,6 +110,18 @@ def export(host: Host, source: SourceState, staging: Staging, user: BuildUser | 
     archive.unlink()
     if source.commit is None:
         _must_be_unchanged(source, staging.tree)
+    links.must_stay_inside(staging.tree)
+
+
+def _same_clone(host: Host, path: Path, source: SourceState) -> Clone:
+    repository = repositories.find(path)
+    if repository is None or repository.git_dir != source.git_dir:
+        raise BuildError(
+            f"{source.path} is no longer the clone that was looked at",
+            hint="try again when nobody works in it",
+            code="source-changed",
+        )
+    return Clone(host, repository.git_dir, repository.owner())
 
 
 def _must_be_unchanged(source: SourceState, tree: Path) -> None:
@@ -136,7 +147,7 @@ def _usable_folder(host: Host, config: SourceConfig) -> tuple[Path, Trust]:
             "source-untrusted", f"source.trusted_owner: no account {config.trusted_owner}",
             "name an existing account, or remove the setting",
         ) from None  # fmt: skip
-    _must_trust(trust.problem(path), config, path)
+    _must_trust(trust.problem(host, config.path), config, path)
     return path, trust
 
 
@@ -159,6 +170,8 @@ def _folder(
 ) -> SourceProbe:
     found = list(products.entries(folder))
     _must_trust(trust.problem_below(_folders_and_files(folder, found)), config, folder)
+    outside = links.first_outside(folder, (e.name for e in found if e.is_link))
+    _must_stay_inside(outside, config.path)
     items = [TreeItem("", e.status.st_size, e.name) for e in found]
     text = (folder / "version.mk").read_text("utf-8", "replace") if _has(items) else ""
     version = _version(items, text, config.path)
@@ -175,17 +188,18 @@ def _folder(
 def _clone(
     host: Host, folder: Path, config: SourceConfig, trust: Trust, driver_version: str | None
 ) -> SourceProbe:
-    repository = git_dir(folder)
+    repository = repositories.find(folder)
     ref = expand(config.ref or "", driver_version)
     if repository is None:
         raise _Refused(
             "source-ref-missing", f"source.ref is {ref}, but {config.path} is not a git clone",
             "remove source.ref to compile the folder as it stands",
         )  # fmt: skip
-    _must_trust(trust.problem_below(everything_below(repository)), config, folder)
-    clone = Clone(host, repository, owner_of(repository))
+    _must_trust(repository.problem(trust), config, repository.common)
+    clone = Clone(host, repository.git_dir, repository.owner())
     commit, tree = _resolve(clone, ref, config.path)
     items = clone.items(tree)
+    _must_stay_inside(_link_of_a_tree(clone, tree, items), f"{config.path} at {ref}")
     version = _version(
         items, clone.text(tree, "version.mk") if _has(items) else "", f"{config.path} at {ref}"
     )
@@ -198,9 +212,21 @@ def _clone(
         size_bytes=sum(item.size for item in items),
         has_cxx=_has_cxx(items),
         differs_from_stock=_differs(clone, tree, config, driver_version),
-        owner=clone.owner,
+        git_dir=clone.git_dir,
     )
     return SourceProbe(state, tuple(_version_blockers(state, driver_version)))
+
+
+def _link_of_a_tree(clone: Clone, tree: str, items: list[TreeItem]) -> str | None:
+    for item in items:
+        if item.mode == _LINK and links.leaves(item.path, target := clone.text(tree, item.path)):
+            return f"{item.path} -> {target}"
+    return None
+
+
+def _must_stay_inside(outside: str | None, where: str) -> None:
+    if outside is not None:
+        raise _Refused(links.CODE, f"{where} has a link out of it: {outside}", links.HINT)
 
 
 def _resolve(clone: Clone, ref: str, path: str) -> tuple[str, str]:

@@ -49,18 +49,6 @@ class Staging:
             os.chown(folder, owner.uid, owner.gid)
         return folder
 
-    def archive_dir(self, owner: BuildUser | None) -> Path:
-        """A folder in which the clone's owner may write its archive."""
-        return self.own_folder("archive", owner=owner)
-
-    def open_to_all(self, file: Path) -> None:
-        """Let the build user read a file that another account wrote."""
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            os.fchmod(descriptor, 0o644)
-        finally:
-            os.close(descriptor)
-
 
 @contextmanager
 def staging(host: Host, release: str, user: BuildUser | None) -> Iterator[Staging]:

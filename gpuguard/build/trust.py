@@ -9,12 +9,13 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuguard.host import BuildUser
-from gpuguard.host.files import distrusted, writable_by_others
+from gpuguard.host import BuildUser, Host
+from gpuguard.host.files import distrusted, way_to, writable_by_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,13 @@ class Trust:
     gids: frozenset[int]
     enforced: bool
 
-    def problem(self, path: Path) -> str | None:
-        """Why a file, or a directory above it, is not to be believed."""
-        return writable_by_others(path, self.uids, self.gids) if self.enforced else None
+    def problem(self, host: Host, absolute: str) -> str | None:
+        """Why a path inside the host is not to be believed: the file, or anything on the way."""
+        return self._of(host.root / absolute.lstrip("/"), host.root)
+
+    def problem_at(self, path: Path) -> str | None:
+        """As ``problem``, for a path of this process: git writes such into its own files."""
+        return self._of(path, Path("/"))
 
     def problem_below(self, found: Iterable[tuple[Path, os.stat_result]]) -> str | None:
         """Why one of these files, by itself, is not to be believed."""
@@ -35,6 +40,36 @@ class Trust:
             return None
         reasons = (distrusted(path, status, self.uids, self.gids) for path, status in found)
         return next((reason for reason in reasons if reason is not None), None)
+
+    def problem_within(self, folder: Path, root: Path = Path("/")) -> str | None:
+        """Why something in a tree is not to be believed; its symlinks are followed, also out of it.
+
+        Args:
+            folder: resolved already.
+            root: that absolute symlinks stay in.
+        """
+        if not self.enforced:
+            return None
+        pending, done = [folder], list[Path]()
+        while pending:
+            top = pending.pop()
+            if any(top.is_relative_to(other) for other in done):
+                continue
+            done.append(top)
+            for path, status in everything_below(top):
+                reason = distrusted(path, status, self.uids, self.gids)
+                if reason is None and stat.S_ISLNK(status.st_mode):
+                    reason = self._of(path, root, missing_ok=True)
+                    target = way_to(path, root)[0]
+                    pending += [target] if target.is_dir() else []
+                if reason is not None:
+                    return reason
+        return None
+
+    def _of(self, path: Path, root: Path, *, missing_ok: bool = False) -> str | None:
+        if not self.enforced:
+            return None
+        return writable_by_others(path, self.uids, self.gids, root=root, missing_ok=missing_ok)
 
 
 def trust_in(owner: str | None) -> Trust:
@@ -56,13 +91,13 @@ def trust_in(owner: str | None) -> Trust:
 
 
 def owner_of(path: Path) -> BuildUser | None:
-    """The account that must read a folder when this process is root and the folder is not root's.
-
-    An owner without an account still has a number, and that is all that it takes.
-    """
+    """The account that must read a folder that is not root's, when this process is root."""
     status = path.stat()
-    if os.geteuid() != 0 or status.st_uid == 0:
-        return None
+    return None if os.geteuid() != 0 or status.st_uid == 0 else account_of(status)
+
+
+def account_of(status: os.stat_result) -> BuildUser:
+    """The owner of a file. One without an account still has a number, and that is all it takes."""
     try:
         account = pwd.getpwuid(status.st_uid)
     except KeyError:

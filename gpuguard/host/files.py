@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 _CHUNK = 1 << 20  # modules weigh up to hundreds of MB: never read whole
+_MAX_SYMLINKS = 40  # as the kernel's own limit, path_resolution(7)
 
 
 def fsync_dir(directory: Path) -> None:
@@ -83,16 +84,33 @@ def writable_by_others(
     path: Path,
     trusted_uids: frozenset[int] = frozenset({0}),
     trusted_gids: frozenset[int] = frozenset({0}),
+    *,
+    root: Path = Path("/"),
+    missing_ok: bool = False,
 ) -> str | None:
     """Why root should not trust a file, or None if only trusted accounts can change it.
 
-    Looks at the file and at every directory above it, symlinks resolved: whoever can
-    write a parent can swap the file. A sticky directory (``/tmp``) protects entries of
-    trusted owners.
+    Looks at the file and at everything on the way to it, each symlink and its own parents
+    included: whoever can write a folder on the way can swap what it leads to. A sticky
+    directory (``/tmp``) protects entries of trusted owners.
+
+    Args:
+        path: the file, its symlinks not resolved yet.
+        trusted_uids: accounts that may own it.
+        trusted_gids: groups that may write it.
+        root: directory above it that absolute symlinks stay in (``--root``).
+        missing_ok: it need not be there: then, whether only the trusted can put it there.
+
+    Raises:
+        OSError: it is not there, or its symlinks are a loop.
     """
-    real = Path(os.path.realpath(path))
-    for step in _upwards(real):
-        status = step.stat()
+    real, steps = way_to(path, root)
+    if missing_ok:
+        steps = [step for step in steps if os.path.lexists(step)]
+        while not os.path.lexists(real):
+            real = real.parent
+    for step in reversed(steps):
+        status = step.lstat()
         sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX and step != real
         reason = distrusted(step, status, trusted_uids, trusted_gids, sticky=bool(sticky))
         if reason is not None:
@@ -121,6 +139,29 @@ def distrusted(
     return None
 
 
-def _upwards(path: Path) -> Iterator[Path]:
-    yield path
-    yield from path.parents
+def way_to(path: Path, root: Path) -> tuple[Path, list[Path]]:
+    """Where a path leads, and what one passes on the way: folders, symlinks, itself.
+
+    Raises:
+        OSError: ELOOP, on more than 40 symlinks.
+    """
+    steps = dict.fromkeys([*reversed(root.parents), root])
+    todo, current, followed = list(path.absolute().relative_to(root).parts)[::-1], root, 0
+    while todo:
+        name = todo.pop()
+        if name in ("", "."):
+            continue
+        if name == "..":
+            current = current if current == root else current.parent
+            continue
+        steps[step := current / name] = None
+        if not step.is_symlink():
+            current = step
+            continue
+        followed += 1
+        if followed > _MAX_SYMLINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = os.fspath(step.readlink())
+        current = root if target.startswith("/") else current
+        todo += target.split("/")[::-1]
+    return current, list(steps)
