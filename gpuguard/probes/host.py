@@ -17,7 +17,7 @@ from gpuguard.core.facts import (
     P2pFacts,
     SecureBootFacts,
 )
-from gpuguard.errors import GpuguardError, ProbeError
+from gpuguard.errors import GpuguardError, ProbeError, StateError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.probes.bootloader import probe_next_kernel
@@ -43,19 +43,24 @@ def probe_host(
     signing_certificate: str | None = None,
     with_p2p: bool = True,
     with_dkms: bool = False,
+    strict: bool = True,
 ) -> HostFacts:
     """Look at everything that ``status`` and ``plan`` decide on.
+
+    Without ``strict`` a kernel whose records cannot be read is undetermined, and the others
+    are told all the same: for those who only look.
 
     Raises:
         StateError: our own records cannot be read; identities would be guesses.
     """
+    probe = probe_kernel if strict else _probe_leniently
     releases = probe_releases(host)
     packages = _packages(host)
     installed = tuple(release for release, image in releases if image is not None)
     next_kernel = probe_next_kernel(host, installed)
     return HostFacts(
         kernels=tuple(
-            probe_kernel(
+            probe(
                 host, r, image, cache, packages, next_kernel if r == next_kernel.release else None
             )
             for r, image in releases
@@ -106,6 +111,27 @@ def probe_kernel(
         command_line=command_line,
         has_own_modules=host.path(f"{module_tree(release)}/kernel").is_dir(),
     )
+
+
+def _probe_leniently(
+    host: Host,
+    release: str,
+    image: str | None,
+    cache: FileCache,
+    packages: Mapping[str, Package] | None,
+    boot: NextKernel | None,
+) -> KernelFacts:
+    try:
+        return probe_kernel(host, release, image, cache, packages, boot)
+    except (StateError, OSError) as error:
+        return KernelFacts(
+            release=release,
+            image=image,
+            modules=(),
+            headers=_headers(host, release, packages),
+            initramfs=InitramfsFacts(state=InitramfsState.UNKNOWN, reason="not looked at"),
+            problem=str(error),
+        )
 
 
 def _headers(host: Host, release: str, packages: Mapping[str, Package] | None) -> HeadersFacts:

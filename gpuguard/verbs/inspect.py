@@ -43,7 +43,12 @@ def policy_of(config: Config | None, accepted: Expectation | None = None) -> Pol
 
 
 def look(
-    host: Host, config: Config | None, *, with_p2p: bool = True, with_dkms: bool = False
+    host: Host,
+    config: Config | None,
+    *,
+    with_p2p: bool = True,
+    with_dkms: bool = False,
+    strict: bool = True,
 ) -> HostFacts:
     """Probe the host, remembering files that have not changed."""
     file = cache_file(host.path(MODULE_CACHE_FILE))
@@ -56,6 +61,7 @@ def look(
         signing_certificate=signing.certificate if signing else None,
         with_p2p=with_p2p,
         with_dkms=with_dkms,
+        strict=strict,
     )
     cache.save()
     return replace(
@@ -77,7 +83,7 @@ def judge(
     host: Host, config: Config | None, *, with_dkms: bool = False
 ) -> tuple[HostFacts, Assessment]:
     """Facts and what is to be thought of them."""
-    facts = look(host, config, with_dkms=with_dkms)
+    facts = look(host, config, with_dkms=with_dkms, strict=False)
     return facts, assess(facts, policy_of(config, read_accepted(host)))
 
 
