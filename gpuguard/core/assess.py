@@ -61,11 +61,12 @@ def assess(facts: HostFacts, policy: Policy) -> Assessment:
         loaded=loaded,
         flavour=facts.driver.flavour,
     )
+    healthy = p2p_healthy(grant)
     findings = (
         *_host_findings(facts),
         *(f for k in _in_care(facts, policy) for f in _kernel_findings(k, facts, judged)),
         *stray_findings(facts),
-        *_loaded_findings(facts, loaded),
+        *_loaded_findings(facts, loaded, granted=healthy is True),
         *_p2p_findings(facts, grant),
     )
     return Assessment(
@@ -73,7 +74,7 @@ def assess(facts: HostFacts, policy: Policy) -> Assessment:
         findings=findings,
         obstacles=judged,
         loaded_identity=loaded,
-        p2p_healthy=p2p_healthy(grant),
+        p2p_healthy=healthy,
         reboot=_reboot(facts, judged, loaded),
     )
 
@@ -162,7 +163,7 @@ def _p2p_findings(facts: HostFacts, grant: Grant) -> Iterator[Finding]:
         yield from p2p_findings(grant)
 
 
-def _loaded_findings(facts: HostFacts, loaded: str) -> Iterator[Finding]:
+def _loaded_findings(facts: HostFacts, loaded: str, *, granted: bool) -> Iterator[Finding]:
     driver = facts.driver
     if driver.problem is not None:
         yield Finding(
@@ -183,9 +184,11 @@ def _loaded_findings(facts: HostFacts, loaded: str) -> Iterator[Finding]:
     elif loaded == "stock":
         yield Finding(
             code="loaded-stock",
-            severity=Severity.CRITICAL,
+            # NVLink and data-centre cards have P2P with the stock module, too
+            severity=Severity.WARNING if granted else Severity.CRITICAL,
             subject="driver",
-            message="the loaded nvidia module is not one of our builds: no P2P now",
+            message="the loaded nvidia module is not one of our builds"
+            + ("; the driver grants P2P all the same" if granted else ": no P2P now"),
             remedy=_after_loaded_stock(facts),
             evidence={"build_id": driver.loaded_build_id or "", "version": driver.loaded or ""},
         )
