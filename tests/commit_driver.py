@@ -16,7 +16,8 @@ from pathlib import Path
 
 from gpuguard.apply.backups import list_backups, take
 from gpuguard.apply.install import NewModule, install_actions, rollback_actions, touched_paths
-from gpuguard.apply.transaction import apply, recover
+from gpuguard.apply.recovery import recover
+from gpuguard.apply.transaction import apply
 from gpuguard.core.facts import (
     BuildRecord,
     HeadersFacts,

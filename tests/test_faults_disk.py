@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuguard.apply.transaction import recover
+from gpuguard.apply.recovery import recover
 from gpuguard.errors import GpuguardError
 from gpuguard.host import LocalHost
 from tests import commit_driver, toys

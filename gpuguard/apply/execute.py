@@ -15,6 +15,7 @@ from gpuguard.apply.actions import (
     RemoveFile,
 )
 from gpuguard.apply.initramfs import rebuild_initramfs
+from gpuguard.apply.leftover import run_tool
 from gpuguard.core.facts import InitramfsState, ModuleFile
 from gpuguard.errors import CommandError, VerifyError
 from gpuguard.host import Host
@@ -61,16 +62,14 @@ def execute(action: Action, host: Host) -> None:
 def run_depmod(release: str, host: Host) -> None:
     """Run depmod for one release on this root.
 
-    ``--pdeathsig``: a depmod that outlives us would write over what recovery restored.
+    A depmod that outlives us would write over what recovery restored: see ``leftover``.
 
     Raises:
         VerifyError: it failed.
     """
     options = depmod_options(host)
     try:
-        host.run(
-            "setpriv", "--pdeathsig", "KILL", "depmod", *options, release, timeout=_DEPMOD_TIMEOUT
-        )  # fmt: skip
+        run_tool(host, "depmod", *options, release, timeout=_DEPMOD_TIMEOUT)
     except CommandError as error:
         raise VerifyError(
             f"depmod failed for {release}: {error.message}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
+from gpuguard.apply.leftover import run_tool
 from gpuguard.errors import CommandError, PreflightError, VerifyError
 from gpuguard.host import Host
 from gpuguard.host.files import fsync_file
@@ -13,6 +14,11 @@ _TIMEOUT = 900.0  # a large MODULES=most image on a slow disk takes minutes
 _ROOM_FACTOR = 1.3  # the new image is written beside the old one
 _UPDATE = "/usr/sbin/update-initramfs"  # initramfs-tools; newer Ubuntu ships it with dracut, too
 _DRACUT = ("/usr/bin/dracut", "/usr/sbin/dracut")
+
+
+def side_files(path: str) -> tuple[str, str]:
+    """What the tools write beside an image: the new one under way, the old one kept."""
+    return f"{path}.new", f"{path}.dpkg-bak"
 
 
 def initramfs_command(release: str, path: str, host: Host) -> tuple[str, ...]:
@@ -69,7 +75,7 @@ def rebuild_initramfs(release: str, path: str, host: Host) -> None:
     command = initramfs_command(release, path, host)
     enter = () if host.is_live else ("chroot", str(host.root))
     try:
-        host.run("setpriv", "--pdeathsig", "KILL", *enter, *command, timeout=_TIMEOUT)
+        run_tool(host, *enter, *command, timeout=_TIMEOUT)
     except CommandError as error:
         raise VerifyError(
             f"{path} could not be rebuilt: {error.message}",

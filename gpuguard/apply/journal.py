@@ -2,13 +2,14 @@
 
 JSON lines: a header, undo records in the order in which they were pushed, and ``commit``
 as the point of no return. A torn last line is a push that never took effect: its step had
-not begun. Schema 1.
+not begun. Schema 1. A line that could not be written whole and durably is taken back.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Journal:
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self.is_committed = False  # by this very object
 
     def begin(self, verb: str, release: str, started: str, backup: str | None) -> None:
         """Open the journal; fails if there is one, which ``recover`` must deal with first."""
@@ -67,6 +69,19 @@ class Journal:
     def commit(self) -> None:
         """The change is complete: from here on a crash ends in the new state."""
         self._append({"op": "commit"})
+        self.is_committed = True
+
+    def retract(self) -> None:
+        """Take back a mark of which fsync could not say that it is on disk.
+
+        Raises:
+            OSError: the journal cannot be written either.
+        """
+        path = self._host.path(JOURNAL_FILE)
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if line != _line({"op": "commit"})]
+        if kept != lines:
+            self._host.replace_file(JOURNAL_FILE, b"".join(kept))
 
     def clear(self) -> None:
         """Drop the journal."""
@@ -102,13 +117,12 @@ class Journal:
 
     def _append(self, document: dict[str, Any]) -> None:
         path = self._host.path(JOURNAL_FILE)
-        line = json.dumps(document).encode() + b"\n"
+        line = _line(document)
         try:
             # readable by all: `plan` and `status` need no root to see that a change is pending
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                _write_all(descriptor, line)
-                os.fsync(descriptor)
+                _write_durably(descriptor, line)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -124,6 +138,22 @@ def _undos(documents: list[dict[str, Any]]) -> tuple[Undo, ...]:
         return tuple(from_json(d) for d in documents if d.get("op") != "commit")
     except ValueError as error:
         raise _unreadable(str(error)) from error
+
+
+def _line(document: dict[str, Any]) -> bytes:
+    return json.dumps(document).encode() + b"\n"
+
+
+def _write_durably(descriptor: int, line: bytes) -> None:
+    size = os.fstat(descriptor).st_size
+    try:
+        _write_all(descriptor, line)
+        os.fsync(descriptor)
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, size)
+            os.fsync(descriptor)
+        raise
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -18,6 +18,7 @@ from gpuguard.state import LOCK_FILE
 
 _DPKG_LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock")
 _POLL_SECONDS = 0.2
+_OURS_ALONE = 0o600
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def exclusive(host: Host, timeout: float) -> Iterator[None]:
     path = host.path(LOCK_FILE)
     try:
         make_dirs(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OURS_ALONE)
     except PermissionError as error:
         raise PrivilegeError(
             f"cannot open {path}: {error.strerror}", hint="run gpuguard with sudo"
@@ -44,6 +45,8 @@ def exclusive(host: Host, timeout: float) -> Iterator[None]:
             hint="see that the disk is writable and not full",
         ) from error
     try:
+        with suppress(OSError):  # whoever may open it may lock it, and keep us waiting
+            os.fchmod(descriptor, _OURS_ALONE)
         _wait_until(lambda: _flock(descriptor), timeout, "another gpuguard is at work")
         yield
     finally:
@@ -54,6 +57,8 @@ def is_held(host: Host) -> bool:
     """True if a gpuguard is at work on this root; only looks, needs no rights."""
     try:
         descriptor = os.open(host.path(LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:
+        return _is_listed(host.path(LOCK_FILE))
     except OSError:
         return False
     try:
@@ -62,6 +67,21 @@ def is_held(host: Host) -> bool:
         return True
     finally:
         os.close(descriptor)
+    return False
+
+
+def _is_listed(path: Path) -> bool:
+    # For those who may not open it, the kernel's list: "1: FLOCK ADVISORY WRITE PID fe:00:INODE …"
+    with suppress(OSError):
+        wanted = path.stat()
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] != "FLOCK" or words[5].rpartition(":")[2] != str(wanted.st_ino):
+                continue
+            # device numbers differ there on some file systems: who holds it tells instead
+            with suppress(OSError):
+                if Path("/proc", words[4]).stat().st_uid == wanted.st_uid:
+                    return True
     return False
 
 
@@ -83,20 +103,31 @@ def wait_for_package_tools(host: Host, timeout: float) -> None:
 
 
 def dkms_runs(host: Host) -> bool:
-    """True if a dkms process works on this root (dkms 3.0 has no lock of its own)."""
+    """True if a dkms process works on this root (dkms 3.0 has no lock of its own).
+
+    Only one that could change it: anybody may call a process dkms.
+    """
     import psutil
 
-    for process in psutil.process_iter(["cmdline", "pid"]):
-        words = process.info["cmdline"] or []
-        if any(Path(word).name == "dkms" for word in words[:3]):
-            if not host.is_live:
-                # a dkms that works on a tree names it: --installtree ROOT/lib/modules
-                if any(f"{host.root}/" in f"{word}/" for word in words):
-                    return True
-                continue
-            with suppress(OSError):
-                if os.stat(f"/proc/{process.info['pid']}/root") == os.stat("/"):  # noqa: PTH116
-                    return not any("tree" in word for word in words)
+    able = {0} if host.is_live else {0, os.geteuid()}
+    for process in psutil.process_iter(["cmdline", "pid", "uids"]):
+        words, uids = process.info["cmdline"] or [], process.info["uids"]
+        if uids is None or uids.effective not in able:
+            continue
+        if any(Path(word).name == "dkms" for word in words[:3]) and _is_for(
+            host, process.info["pid"], words
+        ):
+            return True
+    return False
+
+
+def _is_for(host: Host, pid: int, words: list[str]) -> bool:
+    if not host.is_live:
+        # a dkms that works on a tree names it: --installtree ROOT/lib/modules
+        return any(f"{host.root}/" in f"{word}/" for word in words)
+    with suppress(OSError):
+        if os.stat(f"/proc/{pid}/root") == os.stat("/"):  # noqa: PTH116
+            return not any("tree" in word for word in words)
     return False
 
 

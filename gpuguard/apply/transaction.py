@@ -8,9 +8,9 @@ commit mark is on disk, in exactly the new one.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from gpuguard.apply.actions import (
@@ -22,34 +22,29 @@ from gpuguard.apply.actions import (
     RebuildInitramfs,
     RemoveFile,
 )
-from gpuguard.apply.backups import discard
 from gpuguard.apply.execute import DEPMOD_OUTPUTS, execute
-from gpuguard.apply.journal import Journal, JournalState
+from gpuguard.apply.initramfs import side_files
+from gpuguard.apply.inputs import depmod_inputs, is_gone, packages
+from gpuguard.apply.journal import Journal
 from gpuguard.apply.objects import ObjectStore
+from gpuguard.apply.recovery import finish, recover
 from gpuguard.apply.undo import (
+    FolderBefore,
+    ImageBefore,
     NoFolderBefore,
-    NothingBefore,
     Sweep,
+    TreeBefore,
     Undo,
-    is_back,
+    Wrote,
     look,
-    put_back,
-    sweep,
+    state_before,
+    state_of,
+    wrote,
 )
-from gpuguard.errors import GpuguardError, RollbackError, StateError
+from gpuguard.errors import StateError
 from gpuguard.host import Host
 from gpuguard.host.signals import HeldSignals
-from gpuguard.state import module_tree
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
-    """What the start found and did about an interrupted change."""
-
-    verb: str
-    release: str
-    started: str
-    outcome: str  # "old state", "new state"
+from gpuguard.state import DEPMOD_DIR, module_tree
 
 
 def apply(
@@ -68,19 +63,27 @@ def apply(
         RollbackError: it failed, and so did putting back; the journal stays.
     """
     journal, store = Journal(host), ObjectStore(host)
+    begun: list[Action] = []
     with HeldSignals() as held:
         journal.begin(verb, release, started, backup)
         try:
             held.let_go()
+            # Before the first step: what the tools go by, and what they have made of it so far.
+            _push(
+                journal, (u for a in actions if _runs_a_tool(a) for u in undos_of(a, host, store))
+            )
             for action in actions:
-                for undo in undos_of(action, host, store):
-                    journal.push(undo)
+                if not _runs_a_tool(action):
+                    _push(journal, undos_of(action, host, store))
+                begun.append(action)
                 execute(action, host)
+                _push(journal, made_by(action, host))
             with HeldSignals():
                 journal.commit()
         except BaseException as error:
             with HeldSignals():  # people press Ctrl-C twice
-                recover(host)
+                made = _made_half(begun[-1:], host)
+                recover(host, made=made, is_committed=journal.is_committed)
             if isinstance(error, OSError):
                 raise StateError(
                     f"{error.filename or 'writing'}: {error.strerror}",
@@ -89,52 +92,99 @@ def apply(
                 ) from error
             raise
     with HeldSignals():
-        _finish(host, journal)
-
-
-def recover(host: Host) -> Recovery | None:
-    """Finish what an interrupted change left: undo it, or clean up after its commit.
-
-    Returns None if there was nothing to recover. Idempotent.
-
-    Raises:
-        RollbackError: the old state cannot be restored; the journal stays.
-        StateError: the journal cannot be read.
-    """
-    journal = Journal(host)
-    state = journal.read()
-    if state is None:
-        return None
-    if not state.committed:
-        _undo_all(state, host)
-        if state.backup is not None:
-            discard(host, state.backup)  # nothing changed: nothing to go back to
-    _finish(host, journal, state)
-    return Recovery(
-        verb=state.verb,
-        release=state.release,
-        started=state.started,
-        outcome="new state" if state.committed else "old state",
-    )
+        finish(host, journal)
 
 
 def undos_of(action: Action, host: Host, store: ObjectStore) -> Iterator[Undo]:
-    """How everything that an action may touch looks now."""
+    """How everything that an action may touch looks now, and what it will be if that is known."""
     match action:
-        case PutFile() | RemoveFile():
+        case PutFile():
+            yield wrote(action.path, action.source)
             yield from _missing_folders(action.path, host)
+            yield Sweep(path=str(PurePosixPath(action.path).parent))
+            yield look(action.path, host, store)
+        case RemoveFile():
+            yield wrote(action.path, None)
+            yield from _folder(str(PurePosixPath(action.path).parent), host)
             yield Sweep(path=str(PurePosixPath(action.path).parent))
             yield look(action.path, host, store)
         case Depmod():
             tree = module_tree(action.release)
+            yield from _tree(action.release, host)
             yield Sweep(path=tree)
             for name in DEPMOD_OUTPUTS:
                 yield look(f"{tree}/{name}", host, store)
         case RebuildInitramfs():
-            for path in (action.path, f"{action.path}.new", f"{action.path}.dpkg-bak"):
-                yield look(path, host, store)
+            yield from _tree(action.release, host)
+            yield from _image(action, host, store)
         case CheckResolved() | CheckInitramfs():
             pass
+
+
+def made_by(action: Action, host: Host) -> Iterator[Wrote]:
+    """What a tool has made, once it has: nobody can tell before."""
+    if isinstance(action, RebuildInitramfs):
+        for path in _image_paths(action, host):
+            yield Wrote(path=path, state=state_of(path, host))
+
+
+def _made_half(begun: Sequence[Action], host: Host) -> tuple[Wrote, ...]:
+    # What the step that failed leaves is its own: nobody else has had the time.
+    with suppress(OSError):
+        return tuple(made for action in begun for made in made_by(action, host))
+    return ()
+
+
+def _push(journal: Journal, undos: Iterable[Undo]) -> None:
+    for undo in undos:
+        journal.push(undo)
+
+
+def _runs_a_tool(action: Action) -> bool:
+    return isinstance(action, Depmod | RebuildInitramfs)
+
+
+def _tree(release: str, host: Host) -> Iterator[TreeBefore]:
+    if not is_gone(host, release):
+        fingerprint = depmod_inputs(host, release)
+        yield TreeBefore(path=module_tree(release), release=release, fingerprint=fingerprint)
+
+
+def _image(action: RebuildInitramfs, host: Host, store: ObjectStore) -> Iterator[Undo]:
+    yield ImageBefore(
+        path=action.path,
+        release=action.release,
+        content=_content(action.path, host),
+        packages=packages(host),
+    )
+    for folder in dict.fromkeys(str(PurePosixPath(p).parent) for p in _image_paths(action, host)):
+        yield Sweep(path=folder)
+    looks = {path: look(path, host, store) for path in _image_paths(action, host)}
+    # update-initramfs keeps the old one
+    kept = state_before(looks[_content(action.path, host)])
+    yield Wrote(path=side_files(action.path)[1], state=kept)
+    yield from looks.values()
+
+
+def _image_paths(action: RebuildInitramfs, host: Host) -> tuple[str, ...]:
+    content = _content(action.path, host)
+    return tuple(dict.fromkeys((action.path, content, *side_files(action.path))))
+
+
+def _content(path: str, host: Host) -> str:
+    # Tools write through a link (cp -f) or replace it: both have to come back.
+    with suppress(OSError, ValueError):
+        if host.path(path, follow=False).is_symlink():
+            return host.inside(host.path(path).resolve())
+    return path
+
+
+def _folder(folder: str, host: Host) -> Iterator[FolderBefore]:
+    if folder != DEPMOD_DIR:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            status = host.path(folder).stat()
+            mode = stat.S_IMODE(status.st_mode)
+            yield FolderBefore(path=folder, mode=mode, uid=status.st_uid, gid=status.st_gid)
 
 
 def _missing_folders(path: str, host: Host) -> Iterator[NoFolderBefore]:
@@ -142,43 +192,3 @@ def _missing_folders(path: str, host: Host) -> Iterator[NoFolderBefore]:
     for parent in reversed(parents):  # outermost first, so that undoing removes it last
         if not host.path(parent).exists():
             yield NoFolderBefore(path=parent)
-
-
-def _undo_all(state: JournalState, host: Host) -> None:
-    store = ObjectStore(host)
-    problems: list[str] = []
-    backwards = list(reversed(state.undos))
-    for undo in backwards:
-        # What only takes away comes first, and again in its turn: on a full disk it makes the
-        # room that putting back needs.
-        if isinstance(undo, NothingBefore | Sweep):
-            with suppress(OSError):
-                put_back(undo, host, store)
-    for undo in backwards:
-        try:
-            put_back(undo, host, store)
-        except (GpuguardError, OSError) as error:
-            problems.append(f"{undo.path}: {error}")
-    problems += [f"{u.path}: not as before" for u in _first_looks(state) if not is_back(u, host)]
-    if problems:
-        raise RollbackError(
-            f"the {state.verb} of {state.release} was interrupted and cannot be undone",
-            hint="mend the cause below and run gpuguard again: the journal is kept",
-            detail="\n".join(dict.fromkeys(problems)),
-        )
-
-
-def _first_looks(state: JournalState) -> list[Undo]:
-    # A path that several actions touch is back when it looks as before the first of them.
-    first: dict[tuple[str, bool], Undo] = {}
-    for undo in state.undos:
-        first.setdefault((undo.path, isinstance(undo, Sweep | NoFolderBefore)), undo)
-    return list(first.values())
-
-
-def _finish(host: Host, journal: Journal, state: JournalState | None = None) -> None:
-    state = state or journal.read()
-    for undo in state.undos if state else ():
-        if isinstance(undo, Sweep):
-            sweep(undo, host)
-    journal.clear()

@@ -6,6 +6,7 @@ next start after a ``kill -9`` or a power loss.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
@@ -58,23 +59,69 @@ class NoFolderBefore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FolderBefore:
+    """A folder that may go when it is emptied, and comes back with a file in it."""
+
+    path: str
+    mode: int
+    uid: int
+    gid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
     """Temporary files of an interrupted write in this folder go, on every way out."""
 
     path: str
 
 
-Undo = FileBefore | LinkBefore | NothingBefore | NoFolderBefore | Sweep
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrote:
+    """What the change makes of a path (see ``state_of``): anything else is somebody else's."""
+
+    path: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeBefore:
+    """What depmod reads for a release, as a fingerprint: as before, its outputs are, too."""
+
+    path: str
+    release: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageBefore:
+    """An image whose undo may need its tool; ``content`` is where a link at ``path`` leads.
+
+    ``packages`` is a fingerprint of what is installed: as before, nobody else made an image.
+    """
+
+    path: str
+    release: str
+    content: str
+    packages: str
+
+
+FileUndo = FileBefore | LinkBefore | NothingBefore
+Undo = FileUndo | NoFolderBefore | FolderBefore | Sweep | Wrote | TreeBefore | ImageBefore
 _KINDS: dict[str, type[Undo]] = {
     "file": FileBefore,
     "link": LinkBefore,
     "nothing": NothingBefore,
     "no-folder": NoFolderBefore,
+    "folder": FolderBefore,
     "sweep": Sweep,
+    "wrote": Wrote,
+    "tree": TreeBefore,
+    "image": ImageBefore,
 }
+_NOTHING = "nothing"
 
 
-def look(path: str, host: Host, store: ObjectStore) -> Undo:
+def look(path: str, host: Host, store: ObjectStore) -> FileUndo:
     """Record how a path looks now, keeping its content in the store."""
     real = host.path(path, follow=False)
     try:
@@ -99,6 +146,38 @@ def look(path: str, host: Host, store: ObjectStore) -> Undo:
     )
 
 
+def state_of(path: str, host: Host) -> str:
+    """What is at a path now, in one word that can be compared with others."""
+    real = host.path(path, follow=False)
+    try:
+        kind = real.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return _NOTHING
+    if stat.S_ISLNK(kind):
+        return f"link {real.readlink()}"
+    return sha256_file(real) if stat.S_ISREG(kind) else "odd"
+
+
+def state_before(undo: FileUndo) -> str:
+    """The same of what was recorded."""
+    match undo:
+        case FileBefore():
+            return undo.digest
+        case LinkBefore():
+            return f"link {undo.target}"
+        case NothingBefore():
+            return _NOTHING
+
+
+def wrote(path: str, content: Path | bytes | None) -> Wrote:
+    """For the journal, before a file is written or, with None, removed."""
+    if content is None:
+        return Wrote(path=path, state=_NOTHING)
+    if isinstance(content, bytes):
+        return Wrote(path=path, state=hashlib.sha256(content).hexdigest())
+    return Wrote(path=path, state=sha256_file(content))
+
+
 def put_back(undo: Undo, host: Host, store: ObjectStore) -> None:
     """Make a path look as recorded. Doing it twice is the same as once.
 
@@ -115,24 +194,20 @@ def put_back(undo: Undo, host: Host, store: ObjectStore) -> None:
             host.remove_file(undo.path)
         case NoFolderBefore():
             host.remove_empty_dir(undo.path)
+        case FolderBefore():
+            _set_folder(undo, host)
         case Sweep():
             sweep(undo, host)
+        case Wrote() | TreeBefore() | ImageBefore():
+            pass  # what recovery goes by
 
 
-def is_back(undo: Undo, host: Host) -> bool:
+def is_back(undo: FileUndo, host: Host) -> bool:
     """True if a path looks as recorded."""
-    real = host.path(undo.path, follow=False)
-    match undo:
-        case FileBefore():
-            with suppress(OSError):
-                return not real.is_symlink() and sha256_file(real) == undo.digest
-            return False
-        case LinkBefore():
-            return real.is_symlink() and str(real.readlink()) == undo.target
-        case NothingBefore():
-            return not real.exists() and not real.is_symlink()
-        case _:
-            return True
+    try:
+        return state_of(undo.path, host) == state_before(undo)
+    except OSError:
+        return False
 
 
 def sweep(undo: Sweep, host: Host) -> None:
@@ -184,8 +259,23 @@ def _set_owner_and_time(real: Path, undo: FileBefore) -> None:
 def _put_back_link(undo: LinkBefore, host: Host) -> None:
     if is_back(undo, host):
         return
-    host.remove_file(undo.path)
     real = host.path(undo.path, follow=False)
     make_dirs(real.parent)
-    real.symlink_to(undo.target)
+    # in one step: killed in between, neither what was nor what we made would be there
+    beside = real.with_name(f".{real.name}.gpuguard-new")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(undo.target)
+    beside.rename(real)
     fsync_dir(real.parent)
+
+
+def _set_folder(undo: FolderBefore, host: Host) -> None:
+    real = host.path(undo.path)
+    if not real.is_dir():
+        return
+    status = real.stat()
+    if (status.st_uid, status.st_gid) != (undo.uid, undo.gid):
+        with suppress(PermissionError):  # not root: a tree of our own
+            os.chown(real, undo.uid, undo.gid)
+    if stat.S_IMODE(status.st_mode) != undo.mode:
+        real.chmod(undo.mode)

@@ -12,7 +12,7 @@ import typer
 
 from gpuguard.apply.journal import Journal
 from gpuguard.apply.lock import exclusive, is_held, wait_for_package_tools
-from gpuguard.apply.transaction import Recovery, recover
+from gpuguard.apply.recovery import Recovery, recover
 from gpuguard.cli.context import Context
 from gpuguard.errors import PrivilegeError
 from gpuguard.state import STATE_DIR
@@ -31,18 +31,19 @@ def require_root(context: Context) -> None:
 
 @contextmanager
 def changing(context: Context, lock_timeout: float) -> Iterator[None]:
-    """Hold the lock, finish what an earlier run left behind, and let apt and dkms end.
+    """Hold the lock, let apt and dkms end, and finish what an earlier run left behind.
 
     Raises:
         PrivilegeError, LockHeldError, StateError, RollbackError: see there.
     """
     require_root(context)
     with exclusive(context.host, lock_timeout):
+        context.output.has_acted = True  # from here on a full disk for our words is no failure
+        # before touching: the files may be theirs; before looking: half of them may be there
+        wait_for_package_tools(context.host, lock_timeout)
         recovered = recover(context.host)
         if recovered is not None:
             typer.echo(recovery_line(recovered), err=True)
-        # before looking: what apt is about to unpack would be half there
-        wait_for_package_tools(context.host, lock_timeout)
         yield
 
 
@@ -51,6 +52,8 @@ def recovery_line(recovered: Recovery) -> str:
     what = f"the {recovered.verb} of {recovered.release} started {recovered.started}"
     if recovered.outcome == "new state":
         return f"gpuguard: {what} had been completed before it was killed; cleaned up after it"
+    if recovered.notes:
+        return f"gpuguard: {what} was interrupted and is undone; {'; '.join(recovered.notes)}"
     return f"gpuguard: {what} was interrupted; everything is as it was before it"
 
 
