@@ -13,31 +13,40 @@ from gpuguard.errors import GpuguardError, Interrupted
 
 def main() -> None:
     """Run the command line; the only place that turns an error into an exit status."""
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, _interrupt)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a script's &
+            signal.signal(signum, _interrupt)
     # Nobody else's plugins in root's process; looking for them costs 15 ms.
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
+    try:
+        sys.exit(_run())
+    except Interrupted as error:
+        print(  # noqa: T201 - typer may not be there yet
+            f"gpuguard: stopped by {signal.Signals(error.signum).name}; "
+            "what was begun is undone, or was already complete",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.exit(128 + error.signum)
+
+
+def _run() -> int:
     # typer and what it brings cost 0.1 s: after the signals are in order
     import typer
 
     from gpuguard.cli.app import app
+    from gpuguard.cli.output import Output
 
+    output = Output()
+    output.take_over()
     try:
-        app(args=_json_first(sys.argv[1:]))
+        app(args=_json_first(sys.argv[1:]), obj=output)
     except GpuguardError as error:
         _report(error, typer.echo)
-        sys.exit(error.exit_status)
-    except Interrupted as error:
-        typer.echo(
-            f"gpuguard: stopped by {signal.Signals(error.signum).name}; "
-            "what was begun is undone, or was already complete",
-            err=True,
-        )
-        sys.exit(128 + error.signum)
-    except BrokenPipeError:
-        # the reader (head, a pager) went away; nothing to say it to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        return output.conclude(error.exit_status)
+    except SystemExit as error:
+        return output.conclude(error.code if isinstance(error.code, int) else 0)
+    return output.conclude(0)
 
 
 def _json_first(argv: list[str]) -> list[str]:

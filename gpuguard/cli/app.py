@@ -10,6 +10,7 @@ import typer
 from gpuguard import __version__, state
 from gpuguard.cli.context import Context
 from gpuguard.cli.lazy import lazy_group
+from gpuguard.cli.output import Output
 from gpuguard.errors import UsageError
 from gpuguard.host import LocalHost
 
@@ -69,13 +70,13 @@ def options(
     ctx: typer.Context,
     *,
     root: Annotated[
-        Path,
+        str,
         typer.Option(
             "--root",
             metavar="DIR",
             help="Work on this directory tree instead of the running system.",
         ),
-    ] = Path("/"),
+    ] = "/",
     config_file: Annotated[
         str,
         typer.Option("--config", metavar="FILE", help="Configuration file, inside the root."),
@@ -92,10 +93,13 @@ def options(
     ] = False,
 ) -> None:  # fmt: skip
     """Options before the verb."""
-    if not root.is_dir():
+    if not root:  # an unset variable in a script must not mean the folder it happens to be in
+        raise UsageError("--root: give a directory, not an empty name", code="usage")
+    if not Path(root).is_dir():
         raise UsageError(f"--root {root}: not a directory", code="no-such-root")
     if not config_file.startswith("/"):
         raise UsageError(
             f"--config {config_file}: give an absolute path (inside the root)", code="usage"
         )
-    ctx.obj = Context(host=LocalHost(root), config_file=config_file, json=json)
+    output = ctx.obj if isinstance(ctx.obj, Output) else Output()
+    ctx.obj = Context(host=LocalHost(root), config_file=config_file, json=json, output=output)

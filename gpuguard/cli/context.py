@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import typer
 
+from gpuguard.cli.output import Output
 from gpuguard.host import LocalHost
 
 
@@ -18,6 +19,7 @@ class Context:
     host: LocalHost
     config_file: str
     json: bool
+    output: Output = field(default_factory=Output)
 
     def print_json(self, document: Any) -> None:
         """Print one object and nothing else."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -9,6 +10,7 @@ import typer
 
 _MIN_INTERVAL = 0.1  # seconds between redraws
 _WIDTH = 28
+_COLUMNS = 80  # of a terminal that does not tell
 
 
 def worth_saying(estimate_seconds: float | None) -> bool:
@@ -59,7 +61,8 @@ class Bar:
         else:
             done = round(min(max(fraction, 0.0), 1.0) * _WIDTH)
             bar = "█" * done + "░" * (_WIDTH - done)
-        typer.echo(f"\r\x1b[2K  {bar} {elapsed}  {text[:60]}", nl=False, err=True)
+        line = clipped(f"  {bar} {elapsed}  {text}", _columns() - 1)
+        typer.echo(f"\r\x1b[2K{line}", nl=False, err=True)
 
     def close(self) -> None:
         """Wipe the live line."""
@@ -68,6 +71,21 @@ class Bar:
         self._drawn = 0.0
 
 
+def clipped(text: str, columns: int) -> str:
+    """At most so many columns: a line that wraps is not wiped by the next redraw."""
+    plain = "".join(char if char.isprintable() else " " for char in text)
+    return plain if len(plain) <= columns else plain[: max(columns - 1, 0)] + "…"
+
+
+def _columns() -> int:
+    """Of the terminal behind stderr: stdout may be a file, COLUMNS from before a resize."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _COLUMNS
+    except OSError:
+        return _COLUMNS
+
+
 def progress_for_terminal() -> Lines | Bar:
-    """A bar if a person watches stderr."""
-    return Bar() if sys.stderr.isatty() else Lines()
+    """A bar if a person watches stderr on a terminal that can wipe a line."""
+    can_redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return Bar() if can_redraw else Lines()
