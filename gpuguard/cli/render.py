@@ -19,6 +19,8 @@ _VERDICT_COLOUR = {
     Verdict.CRITICAL: typer.colors.RED,
 }
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # what typer.style adds
+#: What a terminal obeys instead of showing it: C0, DEL, C1, and changes of direction.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069]")
 _SHOWN_EVIDENCE = 4  # 12 pairs that say the same fill a screen
 _SHORT_ID = 12  # digits of a build-id that tell modules apart on a screen
 
@@ -26,6 +28,11 @@ _SHORT_ID = 12  # digits of a build-id that tell modules apart on a screen
 def coloured(text: str, verdict: Verdict) -> str:
     """Text in the colour of a verdict."""
     return typer.style(text, fg=_VERDICT_COLOUR[verdict], bold=True)
+
+
+def shown(text: str) -> str:
+    """Text of the host, a module's or a program's, with what a terminal would obey escaped."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -67,13 +74,14 @@ def findings_text(findings: Iterable[Finding]) -> str:
     for finding in sorted(findings, key=lambda f: order.index(f.severity)):
         verdict = Verdict(finding.severity.value)
         head = coloured(finding.severity.upper(), verdict)
-        lines = [f"{head} {finding.subject}: {finding.message} [{finding.code}]"]
-        shown = list(finding.evidence.items())
-        lines += [f"     {key}: {value}" for key, value in shown[:_SHOWN_EVIDENCE]]
-        if len(shown) > _SHOWN_EVIDENCE:
-            lines.append(f"     and {len(shown) - _SHOWN_EVIDENCE} more (--json shows all)")
+        lines = [f"{head} {shown(f'{finding.subject}: {finding.message}')} [{finding.code}]"]
+        evidence = list(finding.evidence.items())
+        lines += [f"     {shown(f'{key}: {value}')}" for key, value in evidence[:_SHOWN_EVIDENCE]]
+        if len(evidence) > _SHOWN_EVIDENCE:
+            lines.append(f"     and {len(evidence) - _SHOWN_EVIDENCE} more (--json shows all)")
         if finding.remedy:
-            lines.append(f"  -> {finding.remedy}")
+            remedy = map(shown, finding.remedy.split("\n"))  # some have lines of a file
+            lines.append("  -> " + "\n".join(remedy))
         blocks.append("\n".join(lines))
     return "\n".join(blocks)
 
@@ -119,12 +127,13 @@ def _modules_text(kernel: KernelFacts) -> str:
                 module.name,
                 module.identity.value,
                 (file.build_id or "-")[:_SHORT_ID] if file else "-",
-                (file.version or "-") if file else "-",
-                file.path if file else "-",
+                shown(file.version or "-") if file else "-",
+                shown(file.path) if file else "-",
             ]
         )
-        rows += [["", "competes", (o.build_id or "-")[:_SHORT_ID], o.version or "-", o.path]
-                 for o in module.others]  # fmt: skip
+        for other in module.others:
+            words = ("competes", (other.build_id or "-")[:_SHORT_ID], other.version or "-")
+            rows.append(["", *map(shown, words), shown(other.path)])
     return table(rows)
 
 
@@ -133,7 +142,9 @@ def _dkms_text(facts: HostFacts) -> str:
     rows = [["DKMS says", "kernel", "state"]]
     for entry in facts.dkms:
         state = f"{entry.state} ({entry.remark})" if entry.remark else entry.state
-        rows.append([f"{entry.module}/{entry.version}", entry.release or "-", state])
+        rows.append(
+            [shown(w) for w in (f"{entry.module}/{entry.version}", entry.release or "-", state)]
+        )
     return table(rows)
 
 
@@ -144,24 +155,24 @@ def _summary_rows(facts: HostFacts, assessment: Assessment) -> Iterable[list[str
         f"on disk: running {disk_version(kernel_of(facts, facts.running)) or '-'}, "
         f"next {disk_version(kernel_of(facts, facts.next.release)) or '-'}"
     )
-    yield ["driver", f"userland {driver.userland or 'none'}, loaded {loaded}, {disk}"]
+    yield ["driver", shown(f"userland {driver.userland or 'none'}, loaded {loaded}, {disk}")]
     yield ["P2P", p2p_line(facts, assessment)]
     boot = facts.next.release or f"unknown: {facts.next.reason}"
-    yield ["next boot", f"{boot} ({facts.next.source})"]
+    yield ["next boot", shown(f"{boot} ({facts.next.source})")]
     if facts.secure_boot.state is not SecureBootState.NOT_APPLICABLE:
         yield ["Secure Boot", facts.secure_boot.state.value]
     reboot = assessment.reboot
     safe = coloured("safe", Verdict.OK) if reboot.safe else coloured("NOT safe", Verdict.CRITICAL)
     required = "required" if reboot.required else "not required"
     why = reboot.reasons[0].removeprefix("not safe: ") if reboot.reasons else ""
-    yield ["reboot", f"{safe}, {required}" + (f"; {why}" if why else "")]
+    yield ["reboot", f"{safe}, {required}" + (f"; {shown(why)}" if why else "")]
 
 
 def p2p_line(facts: HostFacts, assessment: Assessment) -> str:
     """``12 of 12 ordered pairs OK, 4 cards (nvml)``, or why nobody can say."""
     p2p = facts.p2p
     if p2p.source is None:
-        return f"unknown: {p2p.problem}" if p2p.problem else "unknown"
+        return shown(f"unknown: {p2p.problem}") if p2p.problem else "unknown"
     good = sum(pair.read == "OK" and pair.write == "OK" for pair in p2p.pairs)
     verdict = Verdict.OK if assessment.p2p_healthy else Verdict.CRITICAL
     text = f"{good} of {len(p2p.pairs)} ordered pairs OK"

@@ -104,6 +104,7 @@ def _host_findings(facts: HostFacts) -> Iterator[Finding]:
             message=f"{facts.interrupted} was interrupted and has not been cleaned up after",
             remedy="do not reboot; gpuguard rebuild (or rollback) finishes or undoes it first",
         )
+    yield from _blacklisted(facts)
     if facts.next.release is None:
         yield Finding(
             code="next-kernel-unknown",
@@ -127,6 +128,23 @@ def _host_findings(facts: HostFacts) -> Iterator[Finding]:
             subject="firmware",
             message="whether Secure Boot is on could not be read",
             remedy=LOOK_AGAIN,
+        )
+
+
+def _blacklisted(facts: HostFacts) -> Iterator[Finding]:
+    found = [f"{module} ({source})" for module, source in facts.blacklisted]
+    for word in (facts.next.command_line or "").split():
+        name, _, modules = word.partition("=")
+        if name == "modprobe.blacklist" and "nvidia" in modules.split(","):
+            found.append(f"nvidia ({word} on the command line)")
+    if found:
+        yield Finding(
+            code="module-blacklisted",
+            severity=Severity.WARNING,
+            subject="modprobe",
+            message="blacklisted, so that no card makes it load at boot; only who asks for it by "
+            f"name gets it: {', '.join(found)}",
+            remedy="take the line out, unless something else loads it (modules-load.d)",
         )
 
 
@@ -244,10 +262,13 @@ def _reboot(facts: HostFacts, judged: dict[str, tuple[Obstacle, ...]], loaded: s
         reasons.append(f"userland is {driver.userland}, the loaded module is {driver.loaded}")
     required = bool(reasons)
     found = judged.get(facts.next.release or "")
-    return Reboot(required=required, safe=found == (), reasons=(*_not_safe(facts, found), *reasons))
+    safe = found == () and facts.interrupted is None
+    return Reboot(required=required, safe=safe, reasons=(*_not_safe(facts, found), *reasons))
 
 
 def _not_safe(facts: HostFacts, found: tuple[Obstacle, ...] | None) -> Iterator[str]:
+    if facts.interrupted is not None:
+        yield f"not safe: {facts.interrupted} was interrupted and waits for its clean-up"
     if found is None:
         yield "not safe: the next kernel is not known"
     for obstacle in found or ():

@@ -31,6 +31,7 @@ def obstacles(
             ),
         )
     return (
+        *_blocked(kernel),
         *_identity(kernel),
         *_files(kernel),
         *_versions(kernel, driver),
@@ -46,9 +47,34 @@ def expected_modules(kernel: KernelFacts) -> frozenset[str]:
     return frozenset({"nvidia", *(m.name for m in kernel.modules if m.file is not None)})
 
 
+def _blocked(kernel: KernelFacts) -> Iterator[Obstacle]:
+    by_kernel = ""
+    for word in (kernel.command_line or "").split():
+        if word.startswith("module_blacklist="):
+            by_kernel = word  # the last one counts (kernel/module/main.c)
+    names = by_kernel.partition("=")[2].split(",")
+    for module in kernel.modules:
+        if module.name not in expected_modules(kernel):
+            continue
+        if module.name.replace("-", "_") in names:
+            yield Obstacle(
+                code="module-blocked",
+                message=f"its command line has {by_kernel}: it will not load {module.name}",
+                rebuildable=False,
+                remedy="take the word out (/etc/default/grub, then update-grub; or the entry)",
+            )
+        elif module.blocked is not None:
+            yield Obstacle(
+                code="module-blocked",
+                message=f"modprobe will not load {module.name}: {module.blocked}",
+                rebuildable=False,
+                remedy="take the line out: grep -r nvidia /etc/modprobe.d /usr/lib/modprobe.d",
+            )
+
+
 def _identity(kernel: KernelFacts) -> Iterator[Obstacle]:
     wanted = [module for module in kernel.modules if module.name in expected_modules(kernel)]
-    missing = [m.name for m in wanted if m.identity is Identity.MISSING]
+    missing = [m.name for m in wanted if m.identity is Identity.MISSING and m.blocked is None]
     stock = [m for m in wanted if m.identity is Identity.STOCK]
     if missing:
         yield Obstacle(
@@ -100,13 +126,20 @@ def _files(kernel: KernelFacts) -> Iterator[Obstacle]:
 
 def _versions(kernel: KernelFacts, driver: DriverFacts) -> Iterator[Obstacle]:
     wanted = expected_modules(kernel)
-    on_disk = {
-        m.file.version for m in kernel.modules if m.name in wanted and m.file and m.file.version
-    }
-    if len(on_disk) > 1:
+    files = [(m.name, m.file) for m in kernel.modules if m.file and m.file.version]
+    on_disk = {file.version for name, file in files if name in wanted and file.version}
+    others = [f"{f.path} ({f.version})" for n, f in files if n not in wanted]
+    if len({file.version for _, file in files}) > 1:
+        versions = sorted({file.version or "" for _, file in files})
+        differ = len(on_disk) > 1
         yield Obstacle(
             code="module-versions-differ",
-            message=f"its modules are of different driver versions: {', '.join(sorted(on_disk))}",
+            message=f"its modules are of different driver versions: {', '.join(versions)}",
+            rebuildable=differ,  # a build makes only those of build.modules
+            evidence={} if differ else {"not built by gpuguard": ", ".join(others)},
+            remedy=""
+            if differ
+            else "add them to build.modules, then gpuguard rebuild --force; or remove them",
         )
     elif on_disk and driver.userland is not None and on_disk != {driver.userland}:
         yield Obstacle(

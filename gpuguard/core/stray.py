@@ -16,7 +16,8 @@ def stray_findings(facts: HostFacts) -> Iterator[Finding]:
     """Two suffixes of one module in one folder, old backups below updates/, leftover trees."""
     for kernel in facts.kernels:
         if kernel.image is None:
-            if any(module.file or module.others for module in kernel.modules):
+            in_use = kernel.release in (facts.running, facts.next.release)
+            if not in_use and any(module.file or module.others for module in kernel.modules):
                 yield _leftover(kernel)
             continue
         yield from _two_suffixes(kernel)

@@ -28,6 +28,7 @@ from gpuguard.probes.enforcement import probe_enforcement
 from gpuguard.probes.headers import probe_headers
 from gpuguard.probes.initramfs import probe_initramfs
 from gpuguard.probes.kernels import probe_releases, probe_running, probe_suffix
+from gpuguard.probes.modprobe_options import probe_blacklisted
 from gpuguard.probes.modules import iter_build_ids, probe_modules
 from gpuguard.probes.p2p import probe_p2p, probe_pci_gpus
 from gpuguard.probes.secureboot import probe_secure_boot
@@ -71,6 +72,7 @@ def probe_host(
         secure_boot=_secure_boot(host, signing_key, signing_certificate),
         p2p=probe_p2p(host) if with_p2p else P2pFacts(problem="not asked"),
         pci_gpus=probe_pci_gpus(host),
+        blacklisted=_blacklisted(host),
         dkms=_dkms(host) if with_dkms else (),
         held=tuple(sorted(p.name for p in (packages or {}).values() if p.selection == "hold")),
     )
@@ -167,6 +169,13 @@ def _initramfs(
         return InitramfsFacts(state=InitramfsState.UNKNOWN, reason=problem)
     loaded = boot.initrds if boot is not None else None
     return probe_initramfs(host, release, resolved, cache, loaded=loaded)
+
+
+def _blacklisted(host: Host) -> tuple[tuple[str, str], ...]:
+    try:
+        return probe_blacklisted(host)
+    except ProbeError:
+        return ()  # modprobe cannot read it either, and says so for every kernel
 
 
 def _dkms(host: Host) -> tuple[DkmsEntry, ...]:

@@ -49,6 +49,23 @@ def module_arguments(host: Host, module: str) -> tuple[str, ...]:
     )
 
 
+def probe_blacklisted(host: Host) -> tuple[tuple[str, str], ...]:
+    """(module, file) of each ``blacklist`` line about the core module or unified memory.
+
+    Such a module is not loaded through an alias, that is, because there is a card.
+
+    Raises:
+        ProbeError: a configuration file cannot be read.
+    """
+    return tuple(
+        (words[1], path)
+        for path in _files(host)
+        for line in (read_text(host, path) or "").splitlines()
+        if len(words := _split(line)) > 1 and words[0] == "blacklist"
+        if canonical_name(f"{words[1]}.ko") in ("nvidia", "nvidia-uvm")
+    )
+
+
 def parse_options(text: str, source: str) -> Iterator[ModuleOption]:
     """``options nvidia NVreg_A=1 NVreg_B="x=1;y=2"``, also for ``nvidia-current*``."""
     for module, words in _option_lines(text):

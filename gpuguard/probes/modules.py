@@ -19,6 +19,7 @@ from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.host.decompress import decompressed
 from gpuguard.host.elf import read_module
+from gpuguard.probes.folders import folders_of
 from gpuguard.state import module_tree
 
 _TIMEOUT = 20.0
@@ -152,16 +153,10 @@ def competing_files(host: Host, release: str) -> list[str]:
     """
     top = host.path(module_tree(release))
     found = []
-    for folder, dirs, files in os.walk(top, onerror=_could_not_look):
-        dirs[:] = [d for d in dirs if not (folder == str(top) and d in ("build", "source"))]
+    for folder, files in folders_of(host, top):
         names = (name for name in files if name.startswith("nvidia") and _FILE_NAME.match(name))
         found += [f"{folder}/{name}" for name in names]  # no Path: 4,000 files a kernel
     return sorted(host.inside(Path(path)) for path in found)
-
-
-def _could_not_look(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise ProbeError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def read_module_file(host: Host, path: str, cache: FileCache) -> ModuleFile:
@@ -221,9 +216,19 @@ def probe_modules(
     files = _mark_packaged(host, files)
     by_path = {file.path: file for file in files}
     winners = resolve_paths(host, release) if files else dict.fromkeys(MODULE_NAMES)
+    found = [_resolved(host, name, winners[name], by_path, ours, cache) for name in MODULE_NAMES]
     return tuple(
-        _resolved(host, name, winners[name], by_path, ours, cache) for name in MODULE_NAMES
+        replace(module, blocked=_blocked_by(host, release, module.name))
+        if module.file is None and module.others
+        else module
+        for module in found
     )
+
+
+def _blocked_by(host: Host, release: str, name: str) -> str | None:
+    """The ``install`` line that keeps modprobe from loading a module that is there."""
+    _, commands = _show_depends(host, release, [name], ignore_install=False)
+    return f"install {name} {commands[-1]}" if commands else None
 
 
 def _mark_packaged(host: Host, files: list[ModuleFile]) -> list[ModuleFile]:
