@@ -29,8 +29,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch, columns: int, term: str = "xterm")
     return shows
 
 
-@pytest.mark.parametrize(("columns", "fits"), [(80, 79), (60, 59), (20, 19), (0, 79)])
-def test_a_redraw_never_wraps(monkeypatch: pytest.MonkeyPatch, columns: int, fits: int) -> None:
+@pytest.mark.parametrize(("columns", "fits"), [(80, 77), (60, 57), (20, 17), (0, 77)])
+def test_a_redraw_never_wraps_nor_does_the_echo_of_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, columns: int, fits: int
+) -> None:
     shows = terminal(monkeypatch, columns)
     bar = progress_for_terminal()
     assert isinstance(bar, Bar)

@@ -10,6 +10,7 @@ import typer
 
 _MIN_INTERVAL = 0.1  # seconds between redraws
 _WIDTH = 28
+_SPARE = 3  # for the terminal's own ^C: a line that wraps is not wiped
 _COLUMNS = 80  # of a terminal that does not tell
 
 
@@ -61,7 +62,7 @@ class Bar:
         else:
             done = round(min(max(fraction, 0.0), 1.0) * _WIDTH)
             bar = "█" * done + "░" * (_WIDTH - done)
-        line = clipped(f"  {bar} {elapsed}  {text}", _columns() - 1)
+        line = clipped(f"  {bar} {elapsed}  {text}", _columns() - _SPARE)
         typer.echo(f"\r\x1b[2K{line}", nl=False, err=True)
 
     def close(self) -> None:
