@@ -119,7 +119,8 @@ def _dropin_names(host: Host, file: str) -> list[str]:
 def _present(host: Host, file: str) -> list[str]:
     """The files that make up the configuration, in the order in which they apply."""
     try:
-        host.path(file).stat()
+        # a link to nothing is not "no configuration": somebody meant it to lead somewhere
+        host.path(file, follow=False).lstat()
         main = [file]
     except (FileNotFoundError, NotADirectoryError):
         main = []
@@ -142,9 +143,12 @@ def _misnamed(host: Host, file: str) -> list[Problem]:
 
 
 def _read(host: Host, absolute: str, name: str) -> Document:
-    path = host.path(absolute)
     document = Document(name)
     try:
+        path = host.path(absolute)
+        if not path.exists():
+            document.problems.append(Problem(name, "", "is a symbolic link to nothing"))
+            return document
         if not path.is_file():  # opening a FIFO would wait for ever
             document.problems.append(Problem(name, "", "is not a regular file"))
             return document
@@ -179,10 +183,7 @@ def _refuse_untrusted(host: Host, paths: Sequence[str]) -> None:
     """As root, refuse files that others can write: they name what root compiles and loads."""
     if os.geteuid() != 0:
         return
-    real = {path: host.root / path.lstrip("/") for path in paths}
-    reasons = {
-        path: reason for path in paths if (reason := writable_by_others(real[path], root=host.root))
-    }
+    reasons = {path: reason for path in paths if (reason := _untrusted(host, path))}
     if reasons:
         remedies = dict.fromkeys(_remedy(why) for why in reasons.values())
         raise ConfigError(
@@ -191,6 +192,14 @@ def _refuse_untrusted(host: Host, paths: Sequence[str]) -> None:
             detail="\n".join(f"{path}: {reason}" for path, reason in reasons.items()),
             hint="\n".join(remedies),
         )
+
+
+def _untrusted(host: Host, path: str) -> str | None:
+    try:
+        # missing_ok: what a link to nothing names is for whoever may create it
+        return writable_by_others(host.root / path.lstrip("/"), root=host.root, missing_ok=True)
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _remedy(reason: str) -> str:
