@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests import toys
-from tests.box import K1, K2, Box, build_id_of, furnish, load, set_userland
-from tests.trees import make_tree
-
-
-def record(box: Box, release: str, *modules: Path, created: str = "2026-01-01T00:00:00Z") -> None:
-    """A build record that says: these are ours."""
-    document = {
-        "schema": 1,
-        "release": release,
-        "driver_version": toys.VERSION,
-        "build_ids": {path.name.split(".ko")[0]: build_id_of(path) for path in modules},
-        "created": created,
-    }
-    name = f"var/lib/gpuguard/builds/{release}/{created.replace(':', '')}.json"
-    make_tree(box.root, {name: json.dumps(document)})
-
+from tests.box import K1, K2, Box, furnish, load, set_userland
+from tests.patched import record
 
 # C15: a DKMS copy always beats the modified one
 
@@ -217,9 +202,9 @@ def test_ubuntu_prebuilt_modules_below_kernel_are_beaten(empty_root: Path) -> No
     assert box.winner(K2) == f"/lib/modules/{K2}/kernel/nvidia-580-open/nvidia.ko.zst"
 
 
-def test_a_module_that_modprobe_is_told_not_to_load_is_missing(box: Box) -> None:
+def test_a_module_that_modprobe_is_told_not_to_load_is_blocked(box: Box) -> None:
     (box.root / "etc/modprobe.d/off.conf").write_text("install nvidia /bin/false\n")
-    found = box.findings(K2)["modules-missing"]
+    found = box.findings(K2)["module-blocked"]
     assert found["severity"] == "critical"
     answer = box.rebuild("--kernel", K2)
     assert (answer.status, answer.error["code"]) == (70, "not-resolved")
