@@ -10,7 +10,7 @@ from gpuguard.errors import CommandError, PreflightError, VerifyError
 from gpuguard.host import Host
 from gpuguard.host.files import fsync_file
 
-_TIMEOUT = 900.0  # a large MODULES=most image on a slow disk takes minutes
+TOOL_SECONDS = 900.0  # a large MODULES=most image on a slow disk takes minutes
 _ROOM_FACTOR = 1.3  # the new image is written beside the old one
 _UPDATE = "/usr/sbin/update-initramfs"  # initramfs-tools; newer Ubuntu ships it with dracut, too
 _DRACUT = ("/usr/bin/dracut", "/usr/sbin/dracut")
@@ -75,7 +75,7 @@ def rebuild_initramfs(release: str, path: str, host: Host) -> None:
     command = initramfs_command(release, path, host)
     enter = () if host.is_live else ("chroot", str(host.root))
     try:
-        run_tool(host, *enter, *command, timeout=_TIMEOUT)
+        run_tool(host, *enter, *command, timeout=TOOL_SECONDS)
     except CommandError as error:
         raise VerifyError(
             f"{path} could not be rebuilt: {error.message}",

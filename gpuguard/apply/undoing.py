@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from gpuguard.apply.execute import DEPMOD_OUTPUTS, run_depmod
-from gpuguard.apply.initramfs import rebuild_initramfs, side_files
+from gpuguard.apply.initramfs import (
+    TOOL_SECONDS,
+    initramfs_command,
+    rebuild_initramfs,
+    side_files,
+)
 from gpuguard.apply.inputs import depmod_inputs, is_gone, packages
 from gpuguard.apply.journal import JournalState
 from gpuguard.apply.objects import ObjectStore
@@ -27,11 +32,14 @@ from gpuguard.apply.undo import (
     sweep,
 )
 from gpuguard.core.facts import InitramfsState
-from gpuguard.errors import GpuguardError, RollbackError
+from gpuguard.errors import GpuguardError, PreflightError, RollbackError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.probes.initramfs import probe_initramfs
 from gpuguard.probes.modules import iter_build_ids, probe_modules
+from gpuguard.state import JOURNAL_FILE
+
+_CLOCK_TICK = 0.02  # the kernel's clock of files is a coarse one
 
 
 def undo_all(state: JournalState, host: Host, made: Iterable[Wrote]) -> tuple[str, ...]:
@@ -165,18 +173,31 @@ class _Undoing:
     def _unknown_image(self, image: ImageBefore, before: FileUndo) -> None:
         """Killed in the middle of the tool: is what is there the tool's, or somebody else's?"""
         fits = self._fits(image.release)
-        if fits in (InitramfsState.CURRENT, InitramfsState.NONE):
+        if fits is not InitramfsState.UNKNOWN and self._is_by_our_tool(image):
+            self._restore(before)
+        elif fits in (InitramfsState.CURRENT, InitramfsState.NONE):
             self.notes.append(f"{image.content} has been made anew since and stays so")
-        elif fits is InitramfsState.STALE and self._is_untouched(image):
-            self._restore(before)  # with modules of ours, and nobody else was at work
-        else:
-            rebuild_initramfs(image.release, image.path, self._host)
-            self.notes.append(f"{image.content} was not as before the change: made anew")
+        else:  # with modules of ours, or half-written
+            self._make_anew(image)
 
-    def _is_untouched(self, image: ImageBefore) -> bool:
+    def _make_anew(self, image: ImageBefore) -> None:
+        try:
+            initramfs_command(image.release, image.path, self._host)
+        except PreflightError as error:
+            self.notes.append(f"{image.content} has been changed since; make it anew: {error.hint}")
+            return
+        rebuild_initramfs(image.release, image.path, self._host)
+        self.notes.append(f"{image.content} was not as before the change: made anew")
+
+    def _is_by_our_tool(self, image: ImageBefore) -> bool:
+        """True if it dates from when the tool ran, and nobody else was at work since."""
         tree = self._trees.get(image.release)
-        return packages(self._host) == image.packages and (
-            tree is None or depmod_inputs(self._host, tree.release) == tree.fingerprint
+        began = self._host.path(JOURNAL_FILE).stat().st_mtime  # its last line comes before the tool
+        made = self._host.path(image.content).stat().st_mtime
+        return (
+            began - _CLOCK_TICK <= made <= began + TOOL_SECONDS
+            and packages(self._host) == image.packages
+            and (tree is None or depmod_inputs(self._host, tree.release) == tree.fingerprint)
         )
 
     def _fits(self, release: str) -> InitramfsState:
