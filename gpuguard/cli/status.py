@@ -9,11 +9,10 @@ import typer
 from gpuguard.accepted import read_accepted
 from gpuguard.cli.context import Context
 from gpuguard.cli.render import status_text
-from gpuguard.config_file import read_config
 from gpuguard.core.document import status_document
 from gpuguard.core.findings import Verdict
 from gpuguard.errors import ProbeError, StateError
-from gpuguard.verbs.inspect import judge, policy_of
+from gpuguard.verbs.inspect import configured, judge, policy_of
 
 _EXIT_STATUS = {Verdict.OK: 0, Verdict.WARNING: 1, Verdict.CRITICAL: 1, Verdict.UNKNOWN: 3}
 
@@ -31,9 +30,11 @@ def status(
     Needs no root. Exit status: 0 fine, 1 not healthy, 3 could not be determined.
     """
     context: Context = ctx.obj
-    config = read_config(context.host, context.config_file)
+    config, trouble = configured(context.host, context.config_file)
     try:
-        facts, assessment = judge(context.host, config, with_dkms=verbose or context.json)
+        facts, assessment = judge(
+            context.host, config, with_dkms=verbose or context.json, trouble=trouble
+        )
     except StateError as error:
         error.exit_status = ProbeError.exit_status  # for a verb that looks it means: unknown
         raise

@@ -9,12 +9,15 @@ from gpuguard.apply.journal import Journal
 from gpuguard.apply.lock import is_held
 from gpuguard.build.inputs import BuildInputs, InputsProbe
 from gpuguard.config import Config
+from gpuguard.config_file import InvalidConfigError, read_config
+from gpuguard.config_yaml import Problem
 from gpuguard.core.assess import Assessment, assess
 from gpuguard.core.expectation import Expectation
 from gpuguard.core.facts import HostFacts
+from gpuguard.core.findings import Finding, Severity, verdict_of
 from gpuguard.core.plan import Plan, Request, plan
 from gpuguard.core.policy import Policy
-from gpuguard.errors import StateError, UsageError
+from gpuguard.errors import ConfigError, StateError, UsageError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache, cache_file
 from gpuguard.probes.host import probe_host
@@ -79,12 +82,46 @@ def _interrupted(host: Host) -> str | None:
     return None if state is None else f"the {state.verb} of {state.release}"
 
 
+def configured(host: Host, file: str) -> tuple[Config | None, Finding | None]:
+    """The configuration, or what is wrong with it: a typo must not hide an unsafe reboot."""
+    try:
+        return read_config(host, file), None
+    except ConfigError as error:
+        return None, _trouble(error)
+
+
+def _trouble(error: ConfigError) -> Finding:
+    if isinstance(error, InvalidConfigError):
+        severity, evidence = Severity.WARNING, {_place(p): p.message for p in error.problems}
+    else:
+        # "unreadable" has no detail; an untrusted one: a line per file
+        severity = Severity.WARNING if error.code == "config-untrusted" else Severity.UNKNOWN
+        lines = (line.partition(": ") for line in error.detail.splitlines())
+        evidence = {file: reason for file, _, reason in lines}
+    return Finding(
+        code=error.code,
+        severity=severity,
+        subject="configuration",
+        message=f"{error.message}; the host is judged by the defaults",
+        remedy="; ".join(error.hint.splitlines()),
+        evidence=evidence,
+    )
+
+
+def _place(problem: Problem) -> str:
+    return f"{problem.file}: {problem.key}" if problem.key else problem.file
+
+
 def judge(
-    host: Host, config: Config | None, *, with_dkms: bool = False
+    host: Host, config: Config | None, *, with_dkms: bool = False, trouble: Finding | None = None
 ) -> tuple[HostFacts, Assessment]:
-    """Facts and what is to be thought of them."""
+    """Facts and what is to be thought of them; ``trouble``: of the configuration itself."""
     facts = look(host, config, with_dkms=with_dkms, strict=False)
-    return facts, assess(facts, policy_of(config, read_accepted(host)))
+    assessment = assess(facts, policy_of(config, read_accepted(host)))
+    if trouble is not None:
+        findings = (*assessment.findings, trouble)
+        assessment = replace(assessment, findings=findings, verdict=verdict_of(findings))
+    return facts, assessment
 
 
 def make_plan(host: Host, config: Config, request: Request) -> Planned:
