@@ -17,7 +17,7 @@ from gpuguard.errors import ConfigError, GpuguardError, PrivilegeError
 from gpuguard.host import LocalHost
 
 FILE = "/etc/gpuguard/gpuguard.yaml"
-MINIMAL = "source:\n  path: /opt/source\n"
+MINIMAL = "source: {path: /}\nbuild: {user: nobody}\n"
 
 
 def run(tree: Path, *arguments: str, as_json: bool = False) -> Result:
@@ -45,7 +45,7 @@ def test_init_writes_an_example_that_validates(tmp_path: Path) -> None:
         f"wrote {FILE}; set source.path in it, then run:\n  gpuguard config validate\n"
     )
     assert (tmp_path / "etc/gpuguard/gpuguard.yaml").read_text() == example()
-    assert run(tmp_path, "validate").output == f"{FILE}: ok\n"
+    assert run(tmp_path, "validate").stdout == f"{FILE}: ok\n"
 
 
 def test_init_leaves_an_existing_file_alone(tmp_path: Path) -> None:
@@ -63,13 +63,28 @@ def test_init_with_force_keeps_what_was_there(tmp_path: Path) -> None:
     assert path.with_name("gpuguard.yaml.old").read_text() == "mine"
 
 
+def test_init_with_force_twice_keeps_both(tmp_path: Path) -> None:
+    path = write(tmp_path, "first")
+    run(tmp_path, "init", "--force")
+    path.write_text("second")
+    result = run(tmp_path, "init", "--force", as_json=True)
+    assert json.loads(result.output) == {"schema": 1, "file": FILE, "kept": f"{FILE}.old.2"}
+    assert path.with_name("gpuguard.yaml.old").read_text() == "first"
+    assert path.with_name("gpuguard.yaml.old.2").read_text() == "second"
+    assert f"kept as {FILE}.old.3\n" in run(tmp_path, "init", "--force").output
+
+
 def test_init_to_stdout_writes_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, "init", "--stdout").output == example()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_init_answers_in_json(tmp_path: Path) -> None:
-    assert json.loads(run(tmp_path, "init", as_json=True).output) == {"file": FILE}
+    assert json.loads(run(tmp_path, "init", as_json=True).output) == {
+        "schema": 1,
+        "file": FILE,
+        "kept": None,
+    }
 
 
 def test_init_without_permission_says_who_may(tmp_path: Path) -> None:
@@ -120,6 +135,7 @@ def test_validate_lists_the_problems_in_json(tmp_path: Path) -> None:
     result = run(tmp_path, "validate", as_json=True)
     assert result.exit_code == 78
     assert json.loads(result.output) == {
+        "schema": 1,
         "valid": False,
         "problems": [
             {
@@ -134,7 +150,31 @@ def test_validate_lists_the_problems_in_json(tmp_path: Path) -> None:
 def test_validate_takes_another_file(tmp_path: Path) -> None:
     write(tmp_path, MINIMAL, "new.yaml")
     result = run(tmp_path, "validate", "/etc/gpuguard/new.yaml", as_json=True)
-    assert json.loads(result.output) == {"valid": True, "files": ["/etc/gpuguard/new.yaml"]}
+    assert json.loads(result.output) == {
+        "schema": 1,
+        "valid": True,
+        "files": ["/etc/gpuguard/new.yaml"],
+        "warnings": [],
+    }
+
+
+def test_validate_warns_of_what_a_build_will_miss(tmp_path: Path) -> None:
+    write(tmp_path, "source: {path: /opt/source}")
+    write(tmp_path, "build: {user: nobody-of-that-name}", "gpuguard.d/1.yaml")
+    result = run(tmp_path, "validate")
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "warning: gpuguard.yaml: source.path: /opt/source is not a folder (yet)\n"
+        "warning: gpuguard.d/1.yaml: build.user: there is no account nobody-of-that-name (yet)\n"
+    )
+    warnings = json.loads(run(tmp_path, "validate", as_json=True).output)["warnings"]
+    assert [warning["key"] for warning in warnings] == ["source.path", "build.user"]
+
+
+def test_no_warning_of_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "opt/source").mkdir(parents=True)
+    write(tmp_path, "source: {path: /opt/source}\nbuild: {user: nobody}\n")
+    assert run(tmp_path, "validate").stderr == ""
 
 
 def test_validate_a_relative_file_is_meant_from_here(
@@ -151,7 +191,7 @@ def test_show_has_every_value_and_where_it_comes_from(tmp_path: Path) -> None:
     write(tmp_path, MINIMAL)
     write(tmp_path, "build: {jobs: 2}", "gpuguard.d/1.yaml")
     lines = [" ".join(line.split()) for line in run(tmp_path, "show").output.splitlines()]
-    assert 'source.path: "/opt/source" # gpuguard.yaml' in lines
+    assert 'source.path: "/" # gpuguard.yaml' in lines
     assert "build.jobs: 2 # gpuguard.d/1.yaml" in lines
     assert "backups.keep: 5 # default" in lines
 
@@ -160,8 +200,8 @@ def test_show_has_every_value_and_where_it_comes_from(tmp_path: Path) -> None:
 def test_show_in_json(tmp_path: Path, arguments: list[str], *, as_json: bool) -> None:
     write(tmp_path, MINIMAL)
     shown = json.loads(run(tmp_path, *arguments, as_json=as_json).output)
-    assert shown["files"] == [FILE]
-    assert shown["values"]["source.path"] == {"value": "/opt/source", "origin": "gpuguard.yaml"}
+    assert (shown["schema"], shown["files"]) == (1, [FILE])
+    assert shown["values"]["source.path"] == {"value": "/", "origin": "gpuguard.yaml"}
     assert shown["values"]["source.ref"] == {"value": None, "origin": "default"}
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pwd
+import stat
+from collections.abc import Iterator
 from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +18,11 @@ import typer
 from gpuguard.cli.context import Context
 from gpuguard.config_check import leaf_keys
 from gpuguard.config_file import InvalidConfigError, LoadedConfig, load
-from gpuguard.config_yaml import key_text
+from gpuguard.config_yaml import Problem, key_text
 from gpuguard.errors import ConfigError, PrivilegeError
+from gpuguard.host import Host
+
+_SCHEMA = 1
 
 app = typer.Typer(
     name="config", no_args_is_help=True, help="Write, check and show the configuration."
@@ -32,7 +39,10 @@ def init(
     ctx: typer.Context,
     *,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace an existing file; it is kept as FILE.old.")
+        bool,
+        typer.Option(
+            "--force", help="Replace an existing file; it is kept as FILE.old, FILE.old.2, …"
+        ),
     ] = False,
     stdout: Annotated[
         bool, typer.Option("--stdout", help="Print the example, write nothing.")
@@ -44,7 +54,7 @@ def init(
         typer.echo(example(), nl=False)
         return
     try:
-        _write_example(context, force=force)
+        kept = _write_example(context, force=force)
     except PermissionError as error:
         raise PrivilegeError(
             f"{context.config_file}: cannot be written: {error.strerror}",
@@ -54,15 +64,18 @@ def init(
         raise ConfigError(
             f"{context.config_file}: cannot be written: {error.strerror}", code="config-unwritable"
         ) from error
+    context.output.has_acted = True
     if context.json:
-        typer.echo(json.dumps({"file": context.config_file}))
+        context.print_json({"schema": _SCHEMA, "file": context.config_file, "kept": kept})
     else:
+        if kept is not None:
+            typer.echo(f"what was there is kept as {kept}")
         typer.echo(f"wrote {context.config_file}; set source.path in it, then run:")
         typer.echo("  gpuguard config validate")
 
 
-def _write_example(context: Context, *, force: bool) -> None:
-    host, file = context.host, context.config_file
+def _write_example(context: Context, *, force: bool) -> str | None:
+    host, file, kept = context.host, context.config_file, None
     existing = host.path(file, follow=False)
     if os.path.lexists(existing):
         if not force:
@@ -71,8 +84,16 @@ def _write_example(context: Context, *, force: bool) -> None:
                 code="config-exists",
                 hint="print the example with --stdout, or replace the file with --force",
             )
-        host.replace_file(f"{file}.old", existing)
+        kept = _free_name(host, file)
+        host.replace_file(kept, existing)
     host.replace_file(file, example().encode())
+    return kept
+
+
+def _free_name(host: Host, file: str) -> str:
+    """FILE.old, or the next number: a second ``--force`` must not lose what the first one kept."""
+    names = (f"{file}.old" if n == 1 else f"{file}.old.{n}" for n in count(1))
+    return next(name for name in names if not os.path.lexists(host.path(name, follow=False)))
 
 
 @app.command()
@@ -90,12 +111,39 @@ def validate(
         if not context.json:
             raise
         problems = [dataclasses.asdict(problem) for problem in error.problems]
-        typer.echo(json.dumps({"valid": False, "problems": problems}, indent=2))
+        context.print_json({"schema": _SCHEMA, "valid": False, "problems": problems})
         raise typer.Exit(error.exit_status) from None
+    warnings = list(_warnings(context.host, loaded))
     if context.json:
-        typer.echo(json.dumps({"valid": True, "files": loaded.files}, indent=2))
-    else:
-        typer.echo("\n".join(f"{path}: ok" for path in loaded.files))
+        found = [dataclasses.asdict(warning) for warning in warnings]
+        document = {"schema": _SCHEMA, "valid": True, "files": loaded.files, "warnings": found}
+        context.print_json(document)
+        return
+    typer.echo("\n".join(f"{path}: ok" for path in loaded.files))
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _may_be_folder(host: Host, path: str) -> bool:
+    try:
+        return stat.S_ISDIR(host.path(path).stat().st_mode)
+    except PermissionError:  # an ordinary user checks: no reason for an alarm
+        return True
+    except OSError:
+        return False
+
+
+def _warnings(host: Host, loaded: LoadedConfig) -> Iterator[Problem]:
+    """What a build will miss. No problems: both may come later than the configuration."""
+    source, user = loaded.config.source.path, loaded.config.build.user
+    if not _may_be_folder(host, source):
+        message = f"{source} is not a folder (yet)"
+        yield Problem(loaded.origins["source.path"], "source.path", message)
+    try:
+        pwd.getpwnam(user)
+    except KeyError:
+        message = f"there is no account {user} (yet)"
+        yield Problem(loaded.origins["build.user"], "build.user", message)
 
 
 @app.command()
@@ -109,7 +157,7 @@ def show(
     loaded = load(context.host, context.config_file)
     values = _values(loaded)
     if as_json or context.json:
-        typer.echo(json.dumps({"files": loaded.files, "values": values}, indent=2))
+        context.print_json({"schema": _SCHEMA, "files": loaded.files, "values": values})
         return
     width = max(len(f"{key}: {_shown(entry)}") for key, entry in values.items())
     for key, entry in values.items():
