@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from gpuguard.errors import ProbeError
@@ -19,32 +20,43 @@ def folders_of(host: Host, top: Path) -> Iterator[tuple[str, list[str]]]:
     Raises:
         ProbeError: a folder cannot be read.
     """
-    return _walk(host, top, str(top), set())
-
-
-def _walk(
-    host: Host, folder: Path, shown: str, followed: set[Path]
-) -> Iterator[tuple[str, list[str]]]:
-    for real, dirs, files in os.walk(folder, onerror=_could_not_look):
-        named = shown + real.removeprefix(str(folder))
-        yield named, files
-        if not followed:  # the top of the tree: these lead to the headers
-            followed.add(folder)
-            dirs[:] = [name for name in dirs if name not in ("build", "source")]
-        for link in (f"{real}/{name}" for name in dirs if Path(real, name).is_symlink()):
-            target = _folder_of(host, Path(link))
-            if target is not None and target not in followed:
+    followed, todo = {top}, [(str(top), str(top))]
+    while todo:
+        real, named = todo.pop()
+        files = []
+        for entry in _entries(real):
+            if not _is_dir(entry):
+                files.append(entry.name)
+            elif named == str(top) and entry.name in ("build", "source"):
+                continue  # these lead to the headers
+            elif not entry.is_symlink():
+                todo.append((entry.path, f"{named}/{entry.name}"))
+            elif (target := _folder_of(host, Path(entry.path))) and target not in followed:
                 followed.add(target)
-                yield from _walk(host, target, f"{named}/{Path(link).name}", followed)
+                todo.append((str(target), f"{named}/{entry.name}"))
+        yield named, files
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ProbeError(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _folder_of(host: Host, link: Path) -> Path | None:
-    for target in (host.path(host.inside(link)), link.resolve()):
-        if target.is_dir() and target.is_relative_to(host.root):
-            return target
+    with suppress(OSError, RuntimeError):  # too many links: depmod sees nothing there either
+        for target in (host.path(host.inside(link)), link.resolve()):
+            if target.is_dir() and target.is_relative_to(host.root):
+                return target
     return None
-
-
-def _could_not_look(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise ProbeError(f"{error.filename} cannot be read: {error.strerror}") from error
