@@ -32,7 +32,7 @@ complains. gpuguard notices before the reboot, rebuilds, and can put everything 
 
 Exit status: 0 fine, 1 not healthy, 2 usage, 3 could not be determined; verbs that act use
 sysexits (65 patch rejected, 69 unavailable, 70 build or verify failed, 71 rollback failed,
-74 state unreadable, 75 lock held, 77 needs root, 78 configuration).
+74 records or output, 75 lock held, 77 needs root, 78 configuration).
 """
 
 _VERBS = {
