@@ -163,7 +163,8 @@ def _step(
     found = obstacles(kernel, facts.driver, facts.secure_boot)
     reasons = tuple(_reasons(kernel, found, request, inputs.get(kernel.release)))
     if not reasons:
-        if kernel.initramfs.state is InitramfsState.STALE:
+        # a unified kernel image has no image file of its own that could be rebuilt
+        if kernel.initramfs.state is InitramfsState.STALE and kernel.initramfs.path is not None:
             return RefreshInitramfs(release=kernel.release, reasons=_messages(found))
         why = "; ".join(_messages(found))
         return Leave(
