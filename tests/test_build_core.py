@@ -35,7 +35,7 @@ def prepared(place: Workplace, edit: Callable[[Path], object] = lambda _: None) 
     config, place.listener = configured(), Listener()
     with staging(place.host, "6.1.0-50-amd64", build_user(config)) as here:
         found = probe(place.host, config.source, None)
-        export(place.host, found.state, here, here.user)
+        export(place.host, found.state, here)
         edit(here.tree)
         name, path = new_log(place.host, "6.1.0-50-amd64")
         with BuildLog(path, here.tree) as log:

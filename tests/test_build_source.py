@@ -51,7 +51,7 @@ def exported(place: Workplace, config: Config) -> Iterator[Path]:
     assert found.blockers == ()
     user = build_user(config)
     with staging(place.host, "6.1.0-50-amd64", user) as here:
-        export(place.host, found.state, here, user)
+        export(place.host, found.state, here)
         yield here.tree
 
 
@@ -112,7 +112,7 @@ def test_a_folder_that_changes_meanwhile(workplace: Workplace) -> None:
         staging(workplace.host, "6.1.0-50-amd64", user) as here,
         pytest.raises(BuildError) as caught,
     ):
-        export(workplace.host, found.state, here, user)
+        export(workplace.host, found.state, here)
     assert caught.value.code == "source-changed"
 
 
@@ -245,5 +245,5 @@ def test_export_of_a_clone_that_went_away(workplace: Workplace) -> None:
         staging(workplace.host, "6.1.0-50-amd64", user) as here,
         pytest.raises(BuildError) as caught,
     ):
-        export(workplace.host, state, here, user)
+        export(workplace.host, state, here)
     assert caught.value.code == "source-changed"

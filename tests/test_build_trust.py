@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,14 @@ from tests.building import (
 )
 
 REF = f"{VERSION}-p2p"
-AT_REF = configured(ref=REF, patches=())
-TRUSTING = configured(ref=REF, patches=(), trusted_owner=OWNER)
+
+
+def at_ref(trusted_owner: str | None = None) -> Config:
+    config = configured(ref=REF, patches=(), trusted_owner=trusted_owner)
+    return replace(config, source=replace(config.source, already_patched=True))
+
+
+AT_REF, TRUSTING = at_ref(), at_ref(OWNER)
 
 
 def give_away(path: Path) -> None:
@@ -50,7 +57,7 @@ def exported_text(place: Workplace, config: Config, name: str) -> str:
     found = probe(place.host, config.source, VERSION)
     assert found.blockers == ()
     with staging(place.host, "6.1.0-50-amd64", None) as here:
-        export(place.host, found.state, here, None)
+        export(place.host, found.state, here)
         return (here.tree / name).read_text()
 
 
@@ -164,7 +171,7 @@ def test_a_clone_that_is_another_one_when_it_is_copied(workplace: Workplace) -> 
         staging(workplace.host, "6.1.0-50-amd64", None) as here,
         pytest.raises(BuildError) as caught,
     ):
-        export(workplace.host, found.state, here, None)
+        export(workplace.host, found.state, here)
     assert caught.value.code == "source-changed"
 
 
@@ -224,8 +231,7 @@ def test_a_link_out_of_the_source(workplace: Workplace, target: str, ref: str | 
         (workplace.source / "kernel-open/d/up").symlink_to("../..")
     (workplace.source / "kernel-open/link.c").symlink_to(target)
     make_clone(workplace)
-    patches = (PATCH,) if ref is None else ()
-    config = configured(ref=ref, patches=patches)
+    config = configured() if ref is None else AT_REF
     if "up" in target and ref is not None:  # seen in the export
         with pytest.raises(BuildError) as caught:
             exported_text(workplace, config, "version.mk")

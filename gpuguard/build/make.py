@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass
 
-from gpuguard.build import history
+from gpuguard.build import cell, history
 from gpuguard.build.disk import disk_full
 from gpuguard.build.log import BuildLog
 from gpuguard.build.progress import Progress
@@ -14,6 +14,7 @@ from gpuguard.build.staging import Staging
 from gpuguard.errors import BuildError, CommandTimeoutError
 from gpuguard.host import Host
 
+_GRACE = 5.0  # for killing what make left behind, where it has no namespace of its own
 _ALMOST = 0.99  # an estimate never says "done"
 
 
@@ -67,10 +68,13 @@ class Make:
             fraction = min(lines / expected, _ALMOST) if expected else None
             self.progress.tick(fraction, text.strip())
 
+        user = self.staging.user
+        walled = cell.words_before(self.host, user)
         try:
             answer = self.host.run(
-                *words, timeout=self.timeout_seconds, env=self._environment(), ok=None,
-                user=self.staging.user, on_line=on_line, cwd=self.staging.tree,
+                *walled, *words, timeout=self.timeout_seconds, env=self._environment(), ok=None,
+                user=None if walled else user, grace=None if walled else _GRACE,
+                on_line=on_line, cwd=self.staging.tree,
             )  # fmt: skip
         except CommandTimeoutError as error:
             raise BuildError(
@@ -78,6 +82,8 @@ class Make:
                 hint=f"raise build.timeout_seconds; whole log: {self.log_name}",
                 code="build-timeout", detail=self.log.tail,
             ) from error  # fmt: skip
+        finally:
+            cell.clear(user)  # what make made is not looked at while anybody can change it
         self._judge(what, answer.exit_status)
 
     def _judge(self, what: str, exit_status: int) -> None:

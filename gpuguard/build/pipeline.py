@@ -140,7 +140,7 @@ class _Run:
     def prepare(self) -> None:
         """Export the source and patch it."""
         self._step("source", _describe_source(self.inputs))
-        source.export(self.make.host, self.inputs.source, self._staging, self._staging.user)
+        source.export(self.make.host, self.inputs.source, self._staging)
         if self.compiler.remark:
             self.make.log.section(f"compiler: {self.compiler.version}; {self.compiler.remark}")
         self._step("patches", f"{len(self.inputs.patches)} to apply")

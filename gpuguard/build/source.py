@@ -20,7 +20,7 @@ from gpuguard.build.staging import Staging
 from gpuguard.build.trust import Trust, owner_of, trust_in
 from gpuguard.config import SourceConfig
 from gpuguard.errors import BuildError, GpuguardError
-from gpuguard.host import BuildUser, Host
+from gpuguard.host import Host
 
 _VERSION = re.compile(r"^\s*NVIDIA_VERSION\s*[:?]?=\s*(\S+)", re.MULTILINE)
 _CXX = (".cc", ".cpp")
@@ -81,7 +81,7 @@ def expand(template: str, driver_version: str | None) -> str:
     return template.replace("{driver_version}", driver_version or "{driver_version}")
 
 
-def export(host: Host, source: SourceState, staging: Staging, user: BuildUser | None) -> None:
+def export(host: Host, source: SourceState, staging: Staging) -> None:
     """Put a clean copy of the source into ``staging.tree``, owned by the build user.
 
     A tar lies in between, so that root reads and the build user writes.
@@ -106,7 +106,7 @@ def export(host: Host, source: SourceState, staging: Staging, user: BuildUser | 
     # --touch: a commit's date may lie in the future, and make then rebuilds for ever
     host.run("tar", "--extract", "--touch", "--no-same-owner", "--no-same-permissions",
              f"--file={archive}", f"--directory={staging.tree}",
-             timeout=_EXPORT_TIMEOUT, user=user)  # fmt: skip
+             timeout=_EXPORT_TIMEOUT, user=staging.user)  # fmt: skip
     archive.unlink()
     if source.commit is None:
         _must_be_unchanged(source, staging.tree)

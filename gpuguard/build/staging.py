@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuguard.build import cell
 from gpuguard.host import BuildUser, Host
 from gpuguard.host.signals import HeldSignals
 from gpuguard.state import CACHE_DIR, STAGING_DIR
@@ -23,7 +24,10 @@ from gpuguard.state import CACHE_DIR, STAGING_DIR
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """One build's folder; see the module for what is where."""
+    """One build's folder; see the module for what is where.
+
+    ``user`` compiles, in a group that only this build has (see ``cell``).
+    """
 
     root: Path
     user: BuildUser | None
@@ -64,9 +68,9 @@ def staging(host: Host, release: str, user: BuildUser | None) -> Iterator[Stagin
         try:
             held.let_go()
             fcntl.flock(lock, fcntl.LOCK_EX)
-            root.chmod(0o755)
-            place = Staging(root, user)
-            for name, owner in (("tree", user), ("tmp", user), ("patches", None), ("out", None)):
+            place = Staging(root, cell.enclose(root, user))
+            own = place.user
+            for name, owner in (("tree", own), ("tmp", own), ("patches", None), ("out", None)):
                 place.own_folder(name, owner=owner)
             yield place
         finally:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuguard.errors import CommandError, CommandNotFoundError, CommandTimeoutError
+from gpuguard.host.accounts import as_user
 from gpuguard.host.files import fsync_dir, make_dirs, replace_atomically
 from gpuguard.host.leash import Leash
 from gpuguard.host.paths import resolve_in_root
@@ -67,7 +68,7 @@ class LocalHost:
         grace: float | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Completed:
-        command = (*_as_user(user), *argv)
+        command = (*as_user(user), *argv)
         kwargs: dict[str, Any] = {
             "_env": {"PATH": _search_path(), "LC_ALL": "C.UTF-8", "HOME": "/", **env},
             "_cwd": None if cwd is None else str(cwd),
@@ -208,15 +209,6 @@ def _search_path() -> str:
     path = os.environ.get("PATH") or "/usr/local/bin:/usr/bin:/bin"
     have = path.split(":")
     return ":".join([*have, *(sbin for sbin in _SBIN if sbin not in have)])
-
-
-def _as_user(user: BuildUser | None) -> tuple[str, ...]:
-    if user is None:
-        return ()
-    return (
-        "setpriv", f"--reuid={user.uid}", f"--regid={user.gid}", "--clear-groups",
-        "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all", "--",
-    )  # fmt: skip
 
 
 class _opened:  # noqa: N801 - reads like open()
