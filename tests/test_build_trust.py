@@ -13,6 +13,7 @@ import pytest
 from gpuguard.build.repository import find
 from gpuguard.build.source import export, probe
 from gpuguard.build.staging import staging
+from gpuguard.build.trust import trust_in
 from gpuguard.config import Config
 from gpuguard.demo.source import VERSION
 from gpuguard.errors import BuildError, ConfigError, ProbeError
@@ -22,6 +23,7 @@ from tests.building import (
     PATCH,
     SOURCE,
     Workplace,
+    a_kernel,
     chown_tree,
     codes,
     configured,
@@ -245,3 +247,41 @@ def test_a_link_out_of_the_source(workplace: Workplace, target: str, ref: str | 
 def test_a_link_within_the_source(workplace: Workplace) -> None:
     (workplace.source / "kernel-open/link.c").symlink_to("../version.mk")
     assert codes(look(workplace)) == []
+
+
+@needs_root
+def test_a_uid_without_an_account_may_be_trusted_by_number() -> None:
+    trust = trust_in("54321")
+    assert trust.uids == {0, 54321}
+    with pytest.raises(KeyError):
+        trust_in("no-such-account")
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["folder", "link on the way", "script", "behind a link", "source"])
+def test_headers_that_others_can_write(workplace: Workplace, what: str) -> None:
+    """They are compiled in, and their scripts run. Debian's lie in three places."""
+    root, release = workplace.root, "6.1.0-50-amd64"
+    output, common = root / f"usr/src/linux-headers-{release}", root / "usr/src/common"
+    kbuild = root / "usr/lib/linux-kbuild-6.1/scripts"
+    for folder in (output, common, kbuild, root / f"lib/modules/{release}"):
+        folder.mkdir(parents=True)
+    (kbuild / "modpost").write_text("")
+    (output / "scripts").symlink_to("/usr/lib/linux-kbuild-6.1/scripts")
+    (output / "dangling").symlink_to("/usr/lib/no-such")
+    (root / f"lib/modules/{release}/build").symlink_to(f"/usr/src/linux-headers-{release}")
+    kernel = a_kernel(release, headers={"source_dir": "/usr/src/common"})
+    assert codes(look(workplace, kernel=kernel)) == []
+    changed = {
+        "folder": output,
+        "link on the way": root / f"lib/modules/{release}/build",
+        "script": kbuild / "modpost",
+        "behind a link": root / "usr/lib/linux-kbuild-6.1",
+        "source": common,
+    }
+    give_away(changed[what])
+    found = look(workplace, kernel=kernel)
+    assert codes(found) == ["headers-untrusted"]
+    assert str(changed[what]) in found.blockers[0].message
+    trusting = configured(trusted_owner=OWNER)
+    assert codes(look(workplace, trusting, kernel=kernel)) == []

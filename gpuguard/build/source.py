@@ -161,7 +161,7 @@ def _must_trust(problem: str | None, config: SourceConfig, path: Path) -> None:
         f"root would compile what others can write: {problem}",
         f"either make it root's own: chown -R root:root {config.path} && chmod -R go-w "
         f"{config.path} (and no folder above it writable by others), or, if you trust that "
-        f"account with this machine: source.trusted_owner: {name}",
+        f'account with this machine: source.trusted_owner: "{name}"',
     )
 
 

@@ -82,7 +82,9 @@ def trust_in(owner: str | None) -> Trust:
         KeyError: no such account.
     """
     uids, gids = {0}, {0}
-    if owner is not None:
+    if owner is not None and owner.isdecimal():
+        uids.add(int(owner))  # a uid without an account, as files from an archive have it
+    elif owner is not None:
         account = pwd.getpwnam(owner)
         uids.add(account.pw_uid)
         if _is_private(account.pw_gid, account.pw_name):
