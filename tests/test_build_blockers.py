@@ -29,7 +29,8 @@ def test_nothing_stands_in_the_way_of_a_complete_machine(workplace: Workplace) -
     inputs = look(workplace)
     assert codes(inputs) == []
     assert [key for key, _ in inputs.inputs] == [
-        "compiler", "driver_version", "headers", "patches", "source",
+        "compiler", "driver_version", "headers", "modules", "patches", "signing", "signing_key",
+        "source", "timeout_seconds",
     ]  # fmt: skip
     assert all(value for _, value in inputs.inputs)
 

@@ -9,6 +9,8 @@ import subprocess
 import pytest
 
 from gpuguard.build.records import BuildInputs
+from gpuguard.config import SigningConfig
+from gpuguard.core.facts import MODULE_NAMES
 from gpuguard.demo.source import VERSION
 from gpuguard.errors import ConfigError, PatchRejectedError
 from tests.building import (
@@ -231,3 +233,28 @@ def test_the_compilers_name_is_not_its_identity(workplace: Workplace) -> None:
 def test_source_path_is_told_in_messages(workplace: Workplace) -> None:
     shutil.rmtree(workplace.source)
     assert SOURCE in look(workplace).blockers[0].message
+
+
+def test_what_is_only_a_reason_to_try_again(workplace: Workplace) -> None:
+    """More time or a mended key is no reason to compile anew what was made."""
+    key = workplace.root / "srv/mok.key"
+    key.write_text("bad")
+    signing = SigningConfig(key="/srv/mok.key", certificate="/srv/mok.der")
+    before = look(workplace, configured(signing=signing))
+    assert list(before.inputs) == sorted(before.inputs)
+    key.write_text("mended")
+    mended = look(workplace, configured(signing=signing))
+    slow = look(workplace, configured(signing=signing, timeout_seconds=7200))
+    for after, keys in ((mended, {"signing_key"}), (slow, {"signing_key", "timeout_seconds"})):
+        changed = {k for k, v in after.inputs if dict(before.inputs)[k] != v}
+        assert changed == keys
+        assert after.lasting == before.lasting
+
+
+def test_modules_and_the_wish_for_signatures_last(workplace: Workplace) -> None:
+    before = look(workplace).lasting
+    assert look(workplace, configured(modules=MODULE_NAMES[::-1])).lasting == before
+    fewer = look(workplace, configured(modules=("nvidia",))).lasting
+    never = look(workplace, configured(signing=SigningConfig(mode="never"))).lasting
+    assert {k for k, v in fewer if dict(before)[k] != v} == {"modules"}
+    assert {k for k, v in never if dict(before)[k] != v} == {"signing"}

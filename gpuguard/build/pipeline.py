@@ -125,7 +125,7 @@ class _Run:
             release=self.kernel.release,
             driver_version=self.version,
             modules=self.finish(config),
-            inputs=self.inputs.inputs,
+            inputs=self.inputs.lasting,
             core_cached=cached,
             signed=self.signing.signer is not None,
             duration_seconds=time.monotonic() - started,

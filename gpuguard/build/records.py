@@ -17,6 +17,12 @@ _ERROR_CLASS: dict[int, type[GpuguardError]] = {
     os.EX_DATAERR: PatchRejectedError,
 }
 
+_ONLY_FOR_TRYING = frozenset({"signing_key", "timeout_seconds"})
+#: Failures that say nothing about the inputs: the same build may work a minute later.
+TRANSIENT_CODES = frozenset(
+    {"source-changed", "patch-changed", "disk-full", "staging-unwritable", "build-left-processes"}
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocker:
@@ -81,8 +87,9 @@ class SourceState:
 class BuildInputs:
     """Everything that decides what a build for one kernel would make.
 
-    ``inputs`` has sorted keys (compiler, driver_version, headers, patches, source): a rebuild is
-    due when it differs from the build record's, and a failure is remembered by it.
+    ``inputs`` has sorted keys, and a failure is remembered by all of them. A rebuild is due when
+    one differs from the build record's, which has only the ``lasting`` ones: more time, or a
+    mended key, is a reason to try again, and none to compile anew what was made.
     """
 
     inputs: tuple[tuple[str, str], ...]
@@ -91,6 +98,11 @@ class BuildInputs:
     patches: tuple[PatchFile, ...] = ()
     driver_version: str | None = None
     blockers: tuple[Blocker, ...] = ()
+
+    @property
+    def lasting(self) -> tuple[tuple[str, str], ...]:
+        """The inputs that decide what a finished build contains."""
+        return tuple((key, value) for key, value in self.inputs if key not in _ONLY_FOR_TRYING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,26 @@ def plan(
     return SigningPlan(Signer(tool, kernel.headers.signature_hash, *pair))
 
 
+def wish(config: SigningConfig) -> str:
+    """What the configuration asks for, in one line."""
+    return " ".join((config.mode, config.key or "-", config.certificate or "-"))
+
+
+def key_identity(host: Host, config: SigningConfig, secure_boot: SecureBootFacts) -> str:
+    """One line that is another when the key or certificate is; without reading either."""
+    found = []
+    for path in (config.key or secure_boot.key, config.certificate or secure_boot.certificate):
+        if config.mode == "never" or path is None or _is_token(path):
+            found.append(path or "-")
+            continue
+        try:
+            status = host.path(path).stat()
+            found.append(f"{path}:{status.st_size}:{status.st_mtime_ns}")
+        except OSError as error:
+            found.append(f"{path}:{error.strerror}")
+    return " ".join(found)
+
+
 def _unsigned(reason: str, required: bool) -> SigningPlan:  # noqa: FBT001 - one word, few callers
     if not required:
         return SigningPlan(reason=reason)
