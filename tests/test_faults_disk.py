@@ -19,7 +19,7 @@ from tests.box import K2, SOURCE, Box
 from tests.building import needs_root, small_disk
 
 pytestmark = needs_root
-_STEP = 8 << 10
+_STEP = 4 << 10  # a block
 
 
 def refused(box: Box, *words: str) -> tuple[int, str, str]:

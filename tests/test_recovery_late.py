@@ -7,14 +7,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import gpuguard.apply.journal
-import gpuguard.host.files
+import gpuguard.apply.execute
 from gpuguard.apply import transaction
 from gpuguard.apply.actions import Action, CheckResolved, RebuildInitramfs
 from gpuguard.apply.journal import Journal
@@ -25,7 +25,7 @@ from gpuguard.apply.undo import Wrote, state_of
 from gpuguard.errors import StateError
 from gpuguard.host import Host, LocalHost
 from tests import toys
-from tests.box import K1, K2, Box, initramfs
+from tests.box import K1, K2, REPOSITORY, Box, initramfs
 from tests.building import needs_root
 from tests.test_faults import dpkg
 
@@ -42,7 +42,7 @@ def killed(box: Box, monkeypatch: pytest.MonkeyPatch) -> Box:
             os._exit(9)
         real(action, host)
 
-    real = transaction.execute
+    real = gpuguard.apply.execute.execute
     with monkeypatch.context() as patch:
         patch.setattr(transaction, "execute", execute)
         assert box.rebuild("--kernel", K2).status == 9
@@ -167,7 +167,7 @@ def test_a_killed_recovery_leaves_nothing_beside_the_image(
     Journal(host).push(Wrote(path=IMAGE, state=state_of(IMAGE, host)))
     child = os.fork()
     if child == 0:
-        monkeypatch.setattr(gpuguard.host.files.shutil, "copyfileobj", lambda *_: os._exit(9))
+        monkeypatch.setattr(shutil, "copyfileobj", lambda *_: os._exit(9))
         recover(host)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -188,9 +188,9 @@ def test_a_commit_mark_of_doubt_is_taken_back(
             raise OSError(errno.EIO, "Input/output error")
 
         with monkeypatch.context() as patch:
-            patch.setattr(gpuguard.apply.journal.os, "fsync", bad)
+            patch.setattr(os, "fsync", bad)
             if not truncates:
-                patch.setattr(gpuguard.apply.journal.os, "ftruncate", bad)
+                patch.setattr(os, "ftruncate", bad)
             real(journal)
 
     real = Journal.commit
@@ -199,6 +199,39 @@ def test_a_commit_mark_of_doubt_is_taken_back(
         patch.setattr(Journal, "commit", commit)
         answer = box.rebuild("--kernel", K2)
     assert answer.error["code"] == "journal-unwritable"
+    assert box.snapshot() == before
+    assert box.leftovers() == []
+
+
+def test_a_second_signal_does_not_stop_the_undo(box: Box, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""
+import os, signal, sys
+import gpuguard.apply.transaction as transaction
+import gpuguard.apply.undoing as undoing
+from gpuguard.apply.actions import CheckResolved
+from gpuguard.__main__ import main
+execute, put_back = transaction.execute, undoing.put_back
+def stopped(action, host):
+    if isinstance(action, CheckResolved):
+        os.kill(os.getpid(), signal.SIGTERM)
+    execute(action, host)
+def stopped_again(*given):
+    os.kill(os.getpid(), signal.SIGTERM)
+    put_back(*given)
+transaction.execute, undoing.put_back = stopped, stopped_again
+sys.argv = ["gpuguard", "--root", {str(box.root)!r}, "rebuild", "--kernel", {K2!r}]
+main()
+"""
+    )
+    before = box.snapshot()
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 143, done.stderr
     assert box.snapshot() == before
     assert box.leftovers() == []
 
@@ -223,8 +256,8 @@ def test_an_image_behind_a_link_comes_back(
     new.write_bytes(b"new initramfs")
 
     def execute(_action: Action, _host: Host) -> None:
-        command = ["cp", "-f", *(["--remove-destination"] if how == "over" else []), new, link]
-        subprocess.run(command, check=True)
+        options = ["-f"] if how == "through" else ["--remove-destination"]
+        subprocess.run(["cp", *options, str(new), str(link)], check=True)
         raise OSError(errno.EIO, "I/O error")
 
     monkeypatch.setattr(transaction, "execute", execute)
