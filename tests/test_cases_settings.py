@@ -91,8 +91,8 @@ def test_a_blacklist_of_others_is_of_no_concern(ready: Box) -> None:
 
 def test_modules_that_we_do_not_build_must_be_of_the_same_version(box: Box) -> None:
     patched(box, K1, K2, names=("nvidia",))
-    old = {"name": "nvidia-uvm", "release": K2, "version": "999.05.01"}
-    toys.toy_module(box.dkms_copy(K2, "nvidia-uvm"), **old)
+    uvm = box.dkms_copy(K2, "nvidia-uvm")
+    toys.toy_module(uvm, name="nvidia-uvm", release=K2, version="999.05.01")
     toys.depmod(box.root, K2)
     found = box.findings(K2)["module-versions-differ"]
     assert "999.05.01" in found["message"]
