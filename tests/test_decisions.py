@@ -6,9 +6,16 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 
 import pytest
 
+from gpuguard.build.progress import Silent
+from gpuguard.config_file import load_config
+from gpuguard.core.plan import Request
+from gpuguard.host import LocalHost
+from gpuguard.verbs.inspect import make_plan
+from gpuguard.verbs.rebuild import rebuild
 from tests import toys
 from tests.box import K1, K2, PATCH, SOURCE, Box
 from tests.trees import make_tree
@@ -232,3 +239,31 @@ def test_a_rollback_on_a_read_only_file_system_begins_nothing(box: Box) -> None:
 
     assert (answer.status, answer.error["code"]) == (69, "read-only")
     assert "change-interrupted" not in box.findings()
+
+
+class WhileSourceIsCopied(Silent):
+    """Somebody saves a file just then."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def step(self, name: str, detail: str, estimate_seconds: float | None) -> None:
+        if name == "source":
+            self._act()
+
+
+def test_a_passing_cause_is_not_remembered(box: Box) -> None:
+    host = LocalHost(box.root)
+    config = load_config(host)
+    file = box.root / SOURCE / "version.mk"
+    text = file.read_text()
+    planned = make_plan(host, config, Request(releases=(K2,)))
+
+    saved = WhileSourceIsCopied(lambda: file.write_text(f"{text}# saving\n"))
+    (outcome,) = rebuild(host, config, planned, saved)
+
+    assert outcome.error is not None
+    assert outcome.error.code == "source-changed"
+    file.write_text(text)
+    plan = box.json("plan", "--kernel", K2).document
+    assert plan["steps"][0]["action"] == "rebuild"  # and not "failed before"

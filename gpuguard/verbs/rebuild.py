@@ -24,6 +24,7 @@ from gpuguard.apply.transaction import apply
 from gpuguard.build.inputs import BuildInputs
 from gpuguard.build.pipeline import BuildResult, build_modules
 from gpuguard.build.progress import Progress
+from gpuguard.build.records import TRANSIENT_CODES
 from gpuguard.config import Config
 from gpuguard.core.facts import BuildFailure, BuildRecord, HostFacts, KernelFacts
 from gpuguard.core.plan import Forget, Leave, Rebuild, RefreshInitramfs, Step, is_gone
@@ -146,7 +147,8 @@ def _rebuild(
             backup = _install(host, config, kernel, result, progress)
             return Outcome(step=step, backup=backup, result=result)
     except (BuildError, PatchRejectedError, VerifyError) as error:
-        _remember(host, kernel, inputs, error)
+        if error.code not in TRANSIENT_CODES:  # "try again" is what those say
+            _remember(host, kernel, inputs, error)
         raise
 
 
