@@ -207,7 +207,9 @@ def _loaded_findings(facts: HostFacts, loaded: str, *, granted: bool) -> Iterato
             subject="driver",
             message="the loaded nvidia module is not one of our builds"
             + ("; the driver grants P2P all the same" if granted else ": no P2P now"),
-            remedy=_after_loaded_stock(facts),
+            remedy="nothing, if these cards have P2P with the stock module, too (NVLink)"
+            if granted
+            else _after_loaded_stock(facts),
             evidence={"build_id": driver.loaded_build_id or "", "version": driver.loaded or ""},
         )
     elif loaded == "unknown":
