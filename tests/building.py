@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from gpuguard.build.inputs import probe_inputs
+from gpuguard.build.inputs import InputsProbe
 from gpuguard.build.pipeline import BuildResult, build_modules
 from gpuguard.build.records import BuildInputs
 from gpuguard.config import BuildConfig, Config, SigningConfig, SourceConfig
@@ -106,7 +106,7 @@ class Workplace:
         return max(logs, key=lambda path: path.stat().st_mtime_ns).read_text()
 
     def inputs(self, config: Config, kernel: KernelFacts, version: str | None) -> BuildInputs:
-        return probe_inputs(self.host, config, kernel, version)
+        return InputsProbe(self.host, config, version).for_kernel(kernel)
 
     def build(
         self,

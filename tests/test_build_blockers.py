@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpuguard.build.inputs import probe_inputs
+from gpuguard.build.inputs import InputsProbe
 from gpuguard.config import SigningConfig
 from gpuguard.core.facts import HeadersState, SecureBootFacts, SecureBootState
 from gpuguard.demo.source import VERSION
@@ -203,7 +203,7 @@ def test_a_key_where_modules_must_be_signed(
     config = configured(signing=SigningConfig(mode=mode))  # type: ignore[arg-type]
     kernel = a_kernel(headers={"module_signing": True})
     facts = SecureBootFacts(state=state, key="/var/lib/dkms/mok.key")
-    inputs = probe_inputs(workplace.host, config, kernel, VERSION, facts)
+    inputs = InputsProbe(workplace.host, config, VERSION, facts).for_kernel(kernel)
     assert codes(inputs) == ([code] if code else [])
 
 
@@ -215,8 +215,8 @@ def test_a_tool_where_modules_must_be_signed(workplace: Workplace, tools: Path) 
         state=SecureBootState.ON, key="/srv/mok.key", certificate="/srv/mok.pub"
     )
     kernel = a_kernel(headers={**BY_GCC_13, "module_signing": True})
-    inputs = probe_inputs(workplace.host, configured(), kernel, VERSION, facts)
+    inputs = InputsProbe(workplace.host, configured(), VERSION, facts).for_kernel(kernel)
     assert codes(inputs) == ["signing-tool-missing"]
     compiler(tools, "kmodsign", "1.0")
-    inputs = probe_inputs(workplace.host, configured(), kernel, VERSION, facts)
+    inputs = InputsProbe(workplace.host, configured(), VERSION, facts).for_kernel(kernel)
     assert codes(inputs) == []

@@ -18,20 +18,9 @@ from gpuguard.errors import ProbeError
 from gpuguard.host import Host
 from gpuguard.probes.headers import headers_fingerprint
 
-__all__ = ["Blocker", "BuildInputs", "InputsProbe", "build_user", "probe_inputs"]
+__all__ = ["Blocker", "BuildInputs", "InputsProbe", "build_user"]
 
 _NO_SECURE_BOOT = SecureBootFacts(state=SecureBootState.UNKNOWN)
-
-
-def probe_inputs(
-    host: Host,
-    config: Config,
-    kernel: KernelFacts,
-    driver_version: str | None,
-    secure_boot: SecureBootFacts = _NO_SECURE_BOOT,
-) -> BuildInputs:
-    """Inputs and blockers for one kernel; for several, an ``InputsProbe`` looks only once."""
-    return InputsProbe(host, config, driver_version, secure_boot).for_kernel(kernel)
 
 
 @dataclass(slots=True)

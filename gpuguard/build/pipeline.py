@@ -53,7 +53,7 @@ def build_modules(
         host: the machine or tree to build for.
         config: what to build and how.
         kernel: the target; never the running one by default.
-        inputs: of ``probe_inputs``, without blockers.
+        inputs: of ``InputsProbe``, without blockers.
         secure_boot: decides whether a missing signature is an error.
         base_names: canonical module name -> base name of the file that modprobe resolves
             (``nvidia-drm`` -> ``nvidia-current-open-drm`` on Debian); default: the same.

@@ -14,11 +14,8 @@ from gpuguard.errors import ProbeError
 from gpuguard.host.port import Host
 from gpuguard.host.reading import list_dir, read_text
 from gpuguard.probes.modules import canonical_name
+from gpuguard.probes.modules_config import MODPROBE_DIRS
 
-_FOLDERS = (
-    "/etc/modprobe.d", "/run/modprobe.d", "/usr/local/lib/modprobe.d", "/usr/lib/modprobe.d",
-    "/lib/modprobe.d",
-)  # fmt: skip
 _PREFIX = "NVreg_"
 _CMDLINE = "/proc/cmdline"
 
@@ -87,7 +84,7 @@ def is_nvidia(module: str) -> bool:
 
 def _files(host: Host) -> list[str]:
     by_name: dict[str, str] = {}
-    for folder in _FOLDERS:
+    for folder in MODPROBE_DIRS:
         for name in list_dir(host, folder):
             if name.endswith(".conf"):
                 by_name.setdefault(name, f"{folder}/{name}")

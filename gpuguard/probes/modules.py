@@ -20,14 +20,10 @@ from gpuguard.host.cache import FileCache
 from gpuguard.host.decompress import decompressed
 from gpuguard.host.elf import read_module
 from gpuguard.probes.folders import folders_of
+from gpuguard.probes.modules_config import MODPROBE_DIRS, config_options
 from gpuguard.state import module_tree
 
 _TIMEOUT = 20.0
-#: kmod(8)'s own order; only needed for a root other than ``/``, where -d does not move it.
-_MODPROBE_DIRS = (
-    "/etc/modprobe.d", "/run/modprobe.d", "/usr/local/lib/modprobe.d", "/usr/lib/modprobe.d",
-    "/lib/modprobe.d",
-)  # fmt: skip
 #: nvidia.ko, nvidia-current-open-drm.ko.xz, nvidia_uvm.ko.zst, nvidia-580-open.ko; not
 #: nvidiafb, nvidia-wmi-ec-backlight or i2c-nvidia-gpu, which the kernel brings itself.
 _FILE_NAME = re.compile(
@@ -123,11 +119,7 @@ def _show_depends(
         raise ProbeError(f"{host.inside(index)} cannot be read", code="modules-dep-unreadable")
     options: list[str] = []
     if not host.is_live:
-        options += ["-d", str(host.root)]
-        dirs = [host.path(directory) for directory in _MODPROBE_DIRS]
-        # kmod takes an absent directory for no configuration, but no -C at all for the live one
-        used = [path for path in dirs if path.is_dir() or path == dirs[0]]
-        options += [word for path in used for word in ("-C", str(path))]
+        options += ["-d", str(host.root), *config_options(host, MODPROBE_DIRS)]
     if ignore_install:
         options.append("-i")
     done = host.run(

@@ -40,9 +40,17 @@ def depmod_options(host: Host) -> list[str]:
     """
     if host.is_live:
         return []
-    folders = [host.path(folder) for folder in DEPMOD_DIRS]
-    options = ["-b", str(host.root), "-C", str(host.make_dir(DEPMOD_DIRS[0]))]
-    for folder in dict.fromkeys(folders[1:]):
-        if folder.is_dir():
-            options += ["-C", str(folder)]
-    return options
+    host.make_dir(DEPMOD_DIRS[0])
+    return ["-b", str(host.root), *config_options(host, DEPMOD_DIRS)]
+
+
+def config_options(host: Host, folders: tuple[str, ...]) -> list[str]:
+    """``-C FOLDER`` for each of these folders that is there, each place once.
+
+    The first is named also if it is absent: kmod takes that for no configuration, and no
+    ``-C`` at all for the live machine's. /lib and /usr/lib are one place on a merged /usr.
+    """
+    places = dict.fromkeys(host.path(folder) for folder in folders)
+    first = next(iter(places))
+    used = [place for place in places if place == first or place.is_dir()]
+    return [word for place in used for word in ("-C", str(place))]
