@@ -13,6 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 
 from gpuguard.core.expectation import is_bus_id, is_card, normal_card
 from gpuguard.core.facts import MODULE_NAMES
+from gpuguard.core.package_names import HELD_PACKAGES, NEVER_HELD_PACKAGES
 
 _STRICT = ConfigDict(extra="forbid")
 _PLACEHOLDERS = ("driver_version",)
@@ -166,6 +167,84 @@ class P2pConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HoldsConfig:
+    """Which packages change in a maintenance window only; shell patterns on installed names."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    packages: tuple[str, ...] = HELD_PACKAGES
+    exclude: tuple[str, ...] = NEVER_HELD_PACKAGES
+    enforce: bool = True  # automatic runs hold again what lost its hold; else only reported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutomaticConfig:
+    """What runs that nobody started may do: those of the timer, the path unit and the hooks."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    rebuild: bool = True
+    # apt may work for long; a run that gave up comes again.
+    lock_timeout_seconds: Annotated[float, Field(ge=0)] = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebootConfig:
+    """What holds a reboot back, and which kernel it starts.
+
+    ``inhibit``: a shutdown inhibitor is held while a rebuild runs, or also while the next kernel
+    is not ready, then for at most ``inhibit_seconds``. ``keep_last_good``: when the boot default
+    is set to the last kernel that is ready.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    inhibit: Literal["never", "rebuild", "unready"] = "unready"
+    inhibit_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    keep_last_good: Literal["never", "window", "always"] = "window"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AptConfig:
+    """What happens before apt installs a kernel or driver that has no patched source."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    check: Literal["never", "warn", "refuse"] = "warn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpgradeConfig:
+    """The maintenance window; ``packages``: installed ones it upgrades besides those held."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    packages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """The gate after boot; ``wait_seconds``: for the device nodes of the expected cards."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """The daemon. ``web_config_file``: TLS and basic authentication, as exporters have it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    listen: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:]+\]|[^:\[\]]+):\d{1,5}$")] = (
+        "127.0.0.1:9838"
+    )
+    interval_seconds: Annotated[float, Field(ge=1, le=86400)] = 60.0
+    web_config_file: AbsolutePath | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The whole configuration.
 
@@ -181,4 +260,11 @@ class Config:
     backups: BackupConfig = field(default_factory=BackupConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     p2p: P2pConfig = field(default_factory=P2pConfig)
+    holds: HoldsConfig = field(default_factory=HoldsConfig)
+    automatic: AutomaticConfig = field(default_factory=AutomaticConfig)
+    reboot: RebootConfig = field(default_factory=RebootConfig)
+    apt: AptConfig = field(default_factory=AptConfig)
+    upgrade: UpgradeConfig = field(default_factory=UpgradeConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     lock_timeout_seconds: Annotated[float, Field(ge=0)] = 60.0
