@@ -16,6 +16,7 @@ from typing import Any
 from gpuguard.core.facts import BuildFailure, BuildRecord
 from gpuguard.errors import StateError
 from gpuguard.host import Host
+from gpuguard.left_alone import left_alone_file
 from gpuguard.state import BUILDS_DIR, FAILURES_DIR, depmod_file
 
 _SCHEMA = 1
@@ -103,7 +104,7 @@ def record_files(host: Host, release: str) -> tuple[str, ...]:
     """Everything of ours outside the module tree that names one release."""
     folder = f"{BUILDS_DIR}/{release}"
     builds = [f"{folder}/{path.name}" for path in _json_files(host.path(folder))]
-    singles = [_failure_path(release), depmod_file(release)]
+    singles = [_failure_path(release), left_alone_file(release), depmod_file(release)]
     return (*builds, *(path for path in singles if host.path(path, follow=False).exists()))
 
 

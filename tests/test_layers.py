@@ -17,7 +17,7 @@ MAX_MODULE_LINES = 400
 
 _BASE = frozenset({"errors", "core", "state"})
 _CONFIG = frozenset({"config", "config_yaml", "config_check", "config_file"})
-_TREE = _BASE | _CONFIG | {"host", "records", "accepted"}
+_TREE = _BASE | _CONFIG | {"host", "records", "accepted", "left_alone", "last_run"}
 _ACT = frozenset({"probes", "build", "apply"})
 _PROGRAM = frozenset({"cli", "demo", "daemon", "exporter"})
 
@@ -32,8 +32,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "config_yaml": _BASE,
     "config_check": _BASE | _CONFIG,
     "config_file": _BASE | _CONFIG | {"host"},
-    "records": _BASE | {"host"},
+    "records": _BASE | {"host", "left_alone"},
     "accepted": _BASE | {"host"},
+    "left_alone": _BASE | {"host"},
+    "last_run": _BASE | {"host"},
     "probes": _TREE,
     "build": _TREE | {"probes"},
     "apply": _TREE | {"probes"},  # it looks at what it has done: who would modprobe load now

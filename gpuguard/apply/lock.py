@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import random
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from gpuguard.state import LOCK_FILE
 
 _DPKG_LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock")
 _POLL_SECONDS = 0.2
+_LONGEST_POLL_SECONDS = 3.0
 _OURS_ALONE = 0o600
 
 
@@ -133,13 +135,16 @@ def _is_for(host: Host, pid: int, words: list[str]) -> bool:
 
 def _wait_until(is_done: Callable[[], bool], timeout: float, who: str) -> None:
     deadline = time.monotonic() + timeout
+    pause = _POLL_SECONDS
     while not is_done():
         if time.monotonic() >= deadline:
             raise LockHeldError(
                 f"{who}, still after {timeout:g} s",
                 hint="wait until it is done and try again; nothing was changed",
             )
-        time.sleep(_POLL_SECONDS)
+        # apt may work for minutes; and those who wait together should not look together
+        time.sleep(min(random.uniform(0.5, 1.0) * pause, max(0.0, deadline - time.monotonic())))  # noqa: S311
+        pause = min(pause * 1.3, _LONGEST_POLL_SECONDS)
 
 
 def _flock(descriptor: int) -> bool:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from gpuguard.cli.automatic import run_by_itself
 from gpuguard.cli.context import Context
 from gpuguard.cli.progress import progress_for_terminal
 from gpuguard.cli.session import changing, pending_note
+from gpuguard.cli.steps import (
+    outcome_document,
+    say_outcome,
+    say_unready,
+    step_document,
+    step_text,
+)
 from gpuguard.config import Config
 from gpuguard.config_file import load_config
-from gpuguard.core.plan import Forget, Leave, Rebuild, RefreshInitramfs, Request, Step
+from gpuguard.core.plan import Rebuild, Request
 from gpuguard.errors import UsageError
 from gpuguard.verbs.inspect import Planned, look, make_plan, next_release
+from gpuguard.verbs.reboot_hold import while_building
 from gpuguard.verbs.rebuild import Outcome, left_unready, worst_exit_status
 from gpuguard.verbs.rebuild import rebuild as carry_out
 
@@ -51,7 +59,7 @@ def plan(
     config = load_config(context.host, context.config_file)
     request = _request(context, config, kernel, next_only=next_only, all_=all_kernels, force=force)
     planned = make_plan(context.host, config, request)
-    _show_plan(context, planned)
+    show_plan(context, planned)
 
 
 def rebuild(
@@ -61,6 +69,14 @@ def rebuild(
     next_only: Next = False,
     all_kernels: All = False,
     force: Force = False,
+    automatic: Annotated[
+        bool,
+        typer.Option(
+            "--automatic",
+            help="As gpuguard-rebuild.service does: wait long for apt, leave alone what was "
+            "rolled back, also look after holds and reboots.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Print the plan (gpuguard plan) and stop.")
     ] = False,
@@ -73,10 +89,15 @@ def rebuild(
     Exit status: 0 done, 1 nothing failed but a kernel is not ready (a key is not enrolled,
     nothing new can be tried), 65 and above: what failed first.
     """
+    context: Context = ctx.obj
+    if automatic:
+        if kernel or next_only or all_kernels or force:
+            raise UsageError("--automatic decides by itself: give no kernel and no --force")
+        run_by_itself(context, dry_run=dry_run)
+        return
     if dry_run:
         plan(ctx, kernel=kernel, next_only=next_only, all_kernels=all_kernels, force=force)
         return
-    context: Context = ctx.obj
     config = load_config(context.host, context.config_file)
     with changing(context, config.lock_timeout_seconds):
         request = _request(
@@ -88,22 +109,24 @@ def rebuild(
     if context.json:
         context.print_json({
             "schema": 1,
-            "steps": [_outcome_document(o, unready) for o in outcomes],
+            "steps": [outcome_document(o, unready) for o in outcomes],
         })  # fmt: skip
     else:
-        _say_unready(outcomes, unready)
+        say_unready(outcomes, unready)
     raise typer.Exit(worst_exit_status(outcomes, unready))
 
 
 def _run(context: Context, config: Config, planned: Planned) -> list[Outcome]:
     progress = progress_for_terminal()
     outcomes = []
+    builds = tuple(s.release for s in planned.plan.steps if isinstance(s, Rebuild))
     try:
-        for outcome in carry_out(context.host, config, planned, progress):
-            progress.close()
-            outcomes.append(outcome)
-            if not context.json:
-                _say_outcome(outcome)
+        with while_building(context.host, config, builds):
+            for outcome in carry_out(context.host, config, planned, progress):
+                progress.close()
+                outcomes.append(outcome)
+                if not context.json:
+                    say_outcome(outcome)
     finally:
         progress.close()
     return outcomes
@@ -131,18 +154,19 @@ def _request(
     return Request(releases=installed, force=force)
 
 
-def _show_plan(context: Context, planned: Planned) -> None:
+def show_plan(context: Context, planned: Planned) -> None:
+    """Print a plan and end with its exit status."""
     steps = planned.plan.steps
     if context.json:
         document = {
             "schema": 1,
             "converged": planned.plan.is_converged,
-            "steps": [_step_document(step) for step in steps],
+            "steps": [step_document(step) for step in steps],
         }
         context.print_json(document)
     else:
         for step in steps:
-            typer.echo(_step_text(step))
+            typer.echo(step_text(step))
         if planned.plan.is_converged:
             typer.echo(_nothing_to_do(planned))
         if note := pending_note(context):
@@ -161,102 +185,3 @@ def _nothing_to_do(planned: Planned) -> str:
     if not planned.plan.is_ready:
         return "not every kernel is ready, and nothing new can be tried"
     return "nothing to do"
-
-
-def _step_text(step: Step) -> str:
-    match step:
-        case Rebuild():
-            lines = [f"{step.release}: rebuild"]
-            lines += [f"  because {reason}" for reason in step.reasons]
-            for blocker in step.blockers:
-                lines.append(f"  blocked: {blocker.message} [{blocker.code}]")
-                lines += [f"    -> {line}" for line in blocker.hint.splitlines()]
-            return "\n".join(lines)
-        case RefreshInitramfs():
-            reasons = "".join(f"\n  because {reason}" for reason in step.reasons)
-            return f"{step.release}: rebuild the initramfs{reasons}"
-        case Forget():
-            return f"{step.release}: gone; remove our records and configuration for it"
-        case Leave():
-            return f"{step.release}: leave alone: {step.reason}"
-
-
-def _step_document(step: Step) -> dict[str, Any]:
-    document: dict[str, Any] = {"release": step.release, "action": _action_word(step)}
-    match step:
-        case Rebuild():
-            document["reasons"] = list(step.reasons)
-            document["blockers"] = [
-                {"code": b.code, "message": b.message, "hint": b.hint} for b in step.blockers
-            ]
-        case RefreshInitramfs():
-            document["reasons"] = list(step.reasons)
-        case Leave():
-            document |= {"reasons": [step.reason], "ready": step.is_ready}
-        case Forget():
-            document["reasons"] = ["the kernel is gone"]
-    return document
-
-
-def _action_word(step: Step) -> str:
-    words = {
-        Rebuild: "rebuild",
-        RefreshInitramfs: "refresh-initramfs",
-        Forget: "forget",
-        Leave: "leave",
-    }
-    return words[type(step)]
-
-
-def _outcome_document(outcome: Outcome, unready: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    document = _step_document(outcome.step)
-    document["ok"] = outcome.error is None
-    if outcome.error is None and not isinstance(outcome.step, Forget):
-        document["ready"] = outcome.step.release not in unready
-        document["not_ready_because"] = list(unready.get(outcome.step.release, ()))
-    if outcome.error is not None:
-        error = outcome.error
-        document["error"] = {
-            "code": error.code,
-            "message": error.message,
-            "hint": error.hint,
-            "detail": error.detail,
-            "exit_status": error.exit_status,
-        }
-    if outcome.backup is not None:
-        document["backup"] = outcome.backup
-    if outcome.result is not None:
-        document["build_ids"] = {m.name: m.build_id for m in outcome.result.modules}
-        document["duration_seconds"] = round(outcome.result.duration_seconds, 1)
-        document["core_cached"] = outcome.result.core_cached
-        document["log"] = outcome.result.log
-    return document
-
-
-def _say_unready(outcomes: list[Outcome], unready: Mapping[str, tuple[str, ...]]) -> None:
-    left_alone = {o.step.release for o in outcomes if isinstance(o.step, Leave)}  # has said why
-    for release, reasons in unready.items():
-        if release not in left_alone:
-            typer.echo(f"{release}: done, but not ready: {'; '.join(reasons)} (gpuguard status)")
-
-
-def _say_outcome(outcome: Outcome) -> None:
-    release = outcome.step.release
-    if outcome.error is not None:
-        error = outcome.error
-        typer.secho(f"{release}: FAILED [{error.code}]", fg=typer.colors.RED, bold=True, err=True)
-        typer.echo(f"  {error.message}", err=True)
-        for line in error.detail.splitlines():
-            typer.echo(f"  | {line}", err=True)
-        for line in error.hint.splitlines():
-            typer.echo(f"  -> {line}", err=True)
-        return
-    match outcome.step:
-        case Rebuild() if outcome.result is not None:
-            done = typer.style("patched", fg=typer.colors.GREEN, bold=True)
-            seconds = f"{outcome.result.duration_seconds:.0f} s"
-            typer.echo(f"{release}: {done} in {seconds}; what was there: backup {outcome.backup}")
-        case RefreshInitramfs():
-            typer.echo(f"{release}: initramfs rebuilt; the old one: backup {outcome.backup}")
-        case _:
-            typer.echo(_step_text(outcome.step))

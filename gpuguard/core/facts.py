@@ -167,6 +167,7 @@ class KernelFacts:
     problem: str | None = None  # why its modules could not be resolved
     enforced: str | None = None
     command_line: str | None = None
+    left_alone: str | None = None  # when the operator rolled it back: not for automatic runs
     has_own_modules: bool = True  # ``kernel/`` is there: the package is not purged
 
 

@@ -47,10 +47,14 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the operator asked for; ``releases`` None: every kernel that is not ready."""
+    """What is asked for; ``releases`` None: every kernel that is not ready.
+
+    ``automatic``: nobody asked, so that a kernel which the operator rolled back is left alone.
+    """
 
     releases: tuple[str, ...] | None = None
     force: bool = False
+    automatic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +175,13 @@ def _step(
             release=kernel.release,
             reason=f"not ready, and new modules would not help: {why}" if why else "ready",
             is_ready=not why,
+        )
+    if request.automatic and kernel.left_alone is not None:
+        return Leave(
+            release=kernel.release,
+            reason=f"rolled back on {kernel.left_alone}: only a rebuild that you ask for patches "
+            f"it again (gpuguard rebuild --kernel {kernel.release})",
+            is_ready=not found,
         )
     now = inputs.get(kernel.release)
     failure = kernel.failure

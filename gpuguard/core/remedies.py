@@ -42,7 +42,10 @@ def _command(kernel: KernelFacts, obstacle: Obstacle) -> str:
     if not obstacle.rebuildable or kernel.headers.state is HeadersState.PRESENT:
         if obstacle.rebuildable and kernel.failure is not None:
             return "the last build failed, see below"
-        return _rebuild(kernel, force=False)
+        again = _rebuild(kernel, force=False)
+        if kernel.left_alone is None:
+            return again
+        return f"{again} (rolled back on {kernel.left_alone}: automatic runs leave it alone)"
     package = kernel.headers.package or f"linux-headers-{kernel.release}"
     if kernel.headers.state is HeadersState.MISSING:
         return f"its headers are missing: apt install {package}, then gpuguard rebuild"

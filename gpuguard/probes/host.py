@@ -20,6 +20,7 @@ from gpuguard.core.facts import (
 from gpuguard.errors import GpuguardError, ProbeError, StateError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
+from gpuguard.left_alone import left_alone_since
 from gpuguard.probes.bootloader import probe_next_kernel
 from gpuguard.probes.dkms import probe_dkms
 from gpuguard.probes.dpkg import Package, read_packages
@@ -108,6 +109,7 @@ def probe_kernel(
         suffix=probe_suffix(host, release),
         records=records,
         failure=read_failure(host, release),
+        left_alone=left_alone_since(host, release),
         problem=problem,
         enforced=probe_enforcement(host, release, headers.build_dir, command_line),
         command_line=command_line,

@@ -38,6 +38,7 @@ from gpuguard.errors import (
     VerifyError,
 )
 from gpuguard.host import Host
+from gpuguard.left_alone import left_alone_file
 from gpuguard.probes.headers import headers_fingerprint
 from gpuguard.probes.modules_config import modules_config_fingerprint
 from gpuguard.records import forget_failure, record_files, record_path, write_failure
@@ -181,6 +182,8 @@ def _install(
         for module in result.modules
     )
     actions = install_actions(host, kernel, record, modules, stray)
+    if kernel.left_alone is not None:
+        actions = (RemoveFile(path=left_alone_file(kernel.release)), *actions)
     check_room(actions, host, kernel)
     backup = take(
         host,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from gpuguard.apply.actions import PutFile
 from gpuguard.apply.backups import Backup, get_backup, list_backups, prune, take
 from gpuguard.apply.initramfs import check_initramfs_possible
 from gpuguard.apply.install import initramfs_actions, rollback_actions, touched_paths
@@ -15,6 +16,7 @@ from gpuguard.config import Config
 from gpuguard.core.facts import HostFacts, Identity, KernelFacts
 from gpuguard.errors import UsageError
 from gpuguard.host import Host
+from gpuguard.left_alone import encode_left_alone, left_alone_file
 from gpuguard.verbs.clock import now
 
 
@@ -80,8 +82,12 @@ def roll_back(host: Host, config: Config | None, plan: RollbackPlan) -> str:
         created=created,
         paths=touched_paths(kernel, ()),
     )
+    # Else the next automatic run would undo what he has just asked for.
+    mark = PutFile(
+        path=left_alone_file(kernel.release), source=encode_left_alone(kernel.release, created)
+    )
     apply(
-        actions,
+        (mark, *actions),
         host,
         verb="rollback",
         release=kernel.release,
