@@ -17,7 +17,7 @@ MAX_MODULE_LINES = 400
 
 _BASE = frozenset({"errors", "core", "state"})
 _CONFIG = frozenset({"config", "config_yaml", "config_check", "config_file"})
-_TREE = _BASE | _CONFIG | {"host", "records", "accepted", "left_alone", "last_run"}
+_TREE = _BASE | _CONFIG | {"host", "records", "accepted", "proof", "left_alone", "last_run"}
 _ACT = frozenset({"probes", "build", "apply"})
 _PROGRAM = frozenset({"cli", "demo", "daemon", "exporter"})
 
@@ -34,6 +34,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "config_file": _BASE | _CONFIG | {"host"},
     "records": _BASE | {"host", "left_alone"},
     "accepted": _BASE | {"host"},
+    "proof": _BASE | {"host"},
     "left_alone": _BASE | {"host"},
     "last_run": _BASE | {"host"},
     "probes": _TREE,

@@ -28,7 +28,7 @@ from gpuguard.core.p2p import is_ok
 from gpuguard.core.verify import Verification, VerifyFacts, refusal
 from gpuguard.core.verify import verify as judge
 from gpuguard.core.verify_document import verify_document
-from gpuguard.errors import ProbeError, StateError
+from gpuguard.errors import ProbeError, StateError, UsageError
 from gpuguard.verbs.expected import expectation_of, has_config
 from gpuguard.verbs.verify import DEFAULT_TIMEOUT, Accepted, accept, look_at_p2p
 
@@ -57,6 +57,13 @@ def verify(
             help="How long NVML and nvidia-smi may take, each.",
         ),
     ] = DEFAULT_TIMEOUT,
+    gate: Annotated[
+        bool,
+        typer.Option(
+            "--gate",
+            help="After a boot: wait for the device nodes, and keep the proof for this boot.",
+        ),
+    ] = False,
     deep: Deep = False,
     size: Size = DEFAULT_MIB,
     gpu: Only = None,
@@ -78,6 +85,12 @@ def verify(
     options = deep_options(
         deep=deep, mib=size, only=gpu, beside=beside_workloads, all_reduce=all_reduce
     )
+    if gate:
+        from gpuguard.cli.gate import run_gate
+
+        if options is not None or keep:
+            raise UsageError("--gate goes with neither --deep nor --accept")
+        run_gate(context, timeout)
     config = _config(context)
     facts = _look(context, config, timeout)
     verification = judge(facts)
