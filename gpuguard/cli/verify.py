@@ -43,33 +43,36 @@ _ORIGIN = {
     Origin.NONE: "nobody says how many",
 }
 
+Keep = Annotated[
+    bool, typer.Option("--accept", help="Keep this state as the one to expect from now on.")
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout", metavar="SECONDS", min=0.1, max=3600,
+        help="How long NVML and nvidia-smi may take, each.",
+    ),
+]  # fmt: skip
+Gate = Annotated[
+    bool,
+    typer.Option(
+        "--gate", help="After a boot: wait for the device nodes, and keep the proof of this boot."
+    ),
+]
+
 
 def verify(
     ctx: typer.Context,
     *,
-    keep: Annotated[
-        bool, typer.Option("--accept", help="Keep this state as the one to expect from now on.")
-    ] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            "--timeout", metavar="SECONDS", min=0.1, max=3600,
-            help="How long NVML and nvidia-smi may take, each.",
-        ),
-    ] = DEFAULT_TIMEOUT,
-    gate: Annotated[
-        bool,
-        typer.Option(
-            "--gate",
-            help="After a boot: wait for the device nodes, and keep the proof for this boot.",
-        ),
-    ] = False,
+    keep: Keep = False,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    gate: Gate = False,
     deep: Deep = False,
     size: Size = DEFAULT_MIB,
     gpu: Only = None,
     beside_workloads: Beside = False,
     all_reduce: AllReduce = True,
-) -> None:  # fmt: skip
+) -> None:
     """Check P2P over every ordered pair of cards against what is expected.
 
     NVML and nvidia-smi are asked independently and must agree. Expected is what the
