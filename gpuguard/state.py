@@ -18,6 +18,7 @@ ACCEPTED_FILE = f"{STATE_DIR}/p2p-accepted.json"  # what gpuguard verify --accep
 QUEUE_FILE = f"{STATE_DIR}/rebuild-wanted"  # there: the path unit starts an automatic run
 LAST_RUN_FILE = f"{STATE_DIR}/last-run.json"  # what the last automatic run found and did
 HOLDS_FILE = f"{STATE_DIR}/holds.json"  # ledger: which holds are ours
+WITHHELD_FILE = f"{STATE_DIR}/withheld.json"  # upgrades that they keep away, first seen when
 SETUP_FILE = f"{STATE_DIR}/setup.json"  # what `gpuguard setup` installed
 WINDOW_FILE = f"{STATE_DIR}/window.json"  # the maintenance window that is open or waits for a boot
 WINDOWS_DIR = f"{STATE_DIR}/windows"  # <id>.json, those that are closed

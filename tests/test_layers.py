@@ -17,7 +17,8 @@ MAX_MODULE_LINES = 400
 
 _BASE = frozenset({"errors", "core", "state"})
 _CONFIG = frozenset({"config", "config_yaml", "config_check", "config_file"})
-_TREE = _BASE | _CONFIG | {"host", "records", "accepted", "proof", "left_alone", "last_run"}
+_RECORDS = frozenset({"records", "accepted", "proof", "left_alone", "last_run", "ledger"})
+_TREE = _BASE | _CONFIG | _RECORDS | {"host"}
 _ACT = frozenset({"probes", "build", "apply"})
 _PROGRAM = frozenset({"cli", "demo", "daemon", "exporter"})
 
@@ -37,6 +38,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "proof": _BASE | {"host"},
     "left_alone": _BASE | {"host"},
     "last_run": _BASE | {"host"},
+    "ledger": _BASE | {"host"},
     "probes": _TREE,
     "build": _TREE | {"probes"},
     "apply": _TREE | {"probes"},  # it looks at what it has done: who would modprobe load now

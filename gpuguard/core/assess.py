@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpuguard.core.facts import (
     HostFacts,
@@ -13,6 +13,8 @@ from gpuguard.core.facts import (
     SecureBootState,
 )
 from gpuguard.core.findings import Finding, Severity, Verdict, verdict_of
+from gpuguard.core.hold_findings import hold_findings
+from gpuguard.core.holds import HoldState, hold_state
 from gpuguard.core.loaded import loaded_identity
 from gpuguard.core.p2p import Grant, p2p_findings, p2p_healthy
 from gpuguard.core.policy import Policy
@@ -40,6 +42,7 @@ class Assessment:
     loaded_identity: str  # "patched", "stock", "none", "unknown"
     p2p_healthy: bool | None
     reboot: Reboot
+    holds: HoldState = field(default_factory=HoldState)
 
     def is_ready(self, release: str) -> bool:
         """True if nothing speaks against booting this kernel."""
@@ -62,12 +65,14 @@ def assess(facts: HostFacts, policy: Policy) -> Assessment:
         flavour=facts.driver.flavour,
     )
     healthy = p2p_healthy(grant)
+    holds = hold_state(facts.holds, policy.holds)
     findings = (
         *_host_findings(facts),
         *(f for k in _in_care(facts, policy) for f in _kernel_findings(k, facts, judged)),
         *stray_findings(facts),
         *_loaded_findings(facts, loaded, granted=healthy is True),
         *_p2p_findings(facts, grant),
+        *hold_findings(facts.holds, holds, enforced=policy.holds.enforce),
     )
     return Assessment(
         verdict=verdict_of(findings),
@@ -76,6 +81,7 @@ def assess(facts: HostFacts, policy: Policy) -> Assessment:
         loaded_identity=loaded,
         p2p_healthy=healthy,
         reboot=_reboot(facts, judged, loaded),
+        holds=holds,
     )
 
 

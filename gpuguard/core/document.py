@@ -10,6 +10,7 @@ from typing import Any
 
 from gpuguard.core.assess import Assessment
 from gpuguard.core.facts import HostFacts, KernelFacts, ModuleFile, P2pFacts, ResolvedModule
+from gpuguard.core.holds_document import holds_document
 from gpuguard.core.policy import Policy
 
 SCHEMA = 1
@@ -62,13 +63,7 @@ def status_document(facts: HostFacts, assessment: Assessment, policy: Policy) ->
             healthy=assessment.p2p_healthy,
             expected=policy.expected.on_bus(facts.pci_gpus).number,
         ),
-        # This version sets no holds itself: every hold there is, is somebody else's.
-        "holds": {
-            "held": list(facts.held),
-            "missing": [],
-            "ineffective": [],
-            "foreign": list(facts.held),
-        },
+        "holds": holds_document(assessment.holds),
         "reboot": {
             "required": assessment.reboot.required,
             "safe": assessment.reboot.safe,

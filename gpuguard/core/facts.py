@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gpuguard.core.holds import HoldFacts
+
 #: Canonical names, as loaded. What the files are called differs (``nvidia-current-open-drm.ko``).
 MODULE_NAMES = ("nvidia", "nvidia-uvm", "nvidia-modeset", "nvidia-drm", "nvidia-peermem")
 
@@ -281,7 +283,7 @@ class HostFacts:
     dkms: tuple[DkmsEntry, ...] = ()
     p2p: P2pFacts = field(default_factory=P2pFacts)
     pci_gpus: tuple[str, ...] = ()  # PCI bus ids of NVIDIA display devices
-    held: tuple[str, ...] = ()
+    holds: HoldFacts = field(default_factory=HoldFacts)
     modules_config: str = ""  # fingerprint of depmod.d and modprobe.d: decides who wins
     interrupted: str | None = None  # a change that was killed and not yet cleaned up after
     blacklisted: tuple[tuple[str, str], ...] = ()  # (module, file): not loaded by itself

@@ -5,33 +5,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from gpuguard.core.packages import DETAILED_PREFIXES, Package
 from gpuguard.host.port import Host
 from gpuguard.host.reading import list_dir, read_text
 
 _STATUS_FILE = "/var/lib/dpkg/status"
 _UPDATES_DIR = "/var/lib/dpkg/updates"
-
-
-@dataclass(frozen=True, slots=True)
-class Package:
-    """One stanza of dpkg's status file.
-
-    ``status`` is the third word of its Status field (``installed``, ``config-files``,
-    ``half-configured``, …), ``selection`` the first (``install``, ``hold``, …).
-    """
-
-    name: str
-    version: str
-    status: str
-    architecture: str
-    selection: str = "install"
-
-    @property
-    def is_installed(self) -> bool:
-        return self.status == "installed"
+# one name of a relation: behind the start, a comma or a bar; not what is in brackets
+_RELATION_NAME = re.compile(r"(?:^|[,|])\s*([a-z0-9][a-z0-9+.-]*)")
 
 
 def read_packages(host: Host) -> Mapping[str, Package]:
@@ -62,10 +46,31 @@ def parse_status(text: str) -> Iterator[Package]:
         start = "\n" + stanza
         name = _field(start, "Package")
         words = _field(start, "Status").split()
-        if name and len(words) == 3:  # noqa: PLR2004 - want, flag, status
-            yield Package(
-                name, _field(start, "Version"), words[2], _field(start, "Architecture"), words[0]
-            )
+        if not name or len(words) != 3:  # noqa: PLR2004 - want, flag, status
+            continue
+        details: tuple[tuple[str, ...], bool] = ((), False)
+        if words[0] == "hold" or name.startswith(DETAILED_PREFIXES):
+            details = _names(start), _is_transitional(start)
+        yield Package(
+            name,
+            _field(start, "Version"),
+            words[2],
+            _field(start, "Architecture"),
+            words[0],
+            *details,
+        )
+
+
+def _names(stanza: str) -> tuple[str, ...]:
+    relations = ", ".join((_field(stanza, "Pre-Depends"), _field(stanza, "Depends")))
+    return tuple(dict.fromkeys(_RELATION_NAME.findall(relations)))
+
+
+def _is_transitional(stanza: str) -> bool:
+    # Not all of oldlibs is: old libraries that programs still need are there, too. Who asks
+    # also looks whether it depends on a package of the same family.
+    section = _field(stanza, "Section").rpartition("/")[2]
+    return section == "oldlibs" or "transitional" in _field(stanza, "Description").lower()
 
 
 def _field(stanza: str, name: str) -> str:

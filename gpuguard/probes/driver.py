@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 from gpuguard.core.facts import DriverFacts
+from gpuguard.core.packages import Package
 from gpuguard.errors import ProbeError
 from gpuguard.host.elf import parse_build_id_note
 from gpuguard.host.port import Host
 from gpuguard.host.reading import list_dir, read_bytes, read_text, real_path
-from gpuguard.probes.dpkg import Package, read_packages
+from gpuguard.probes.dpkg import read_packages
 
 _VERSION = r"\d{2,}\.\d+(?:\.\d+)?"
 _FULL_VERSION = re.compile(_VERSION)

@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpuguard.core.facts import HeadersFacts, HeadersState
+from gpuguard.core.packages import Package
 from gpuguard.errors import ProbeError
 from gpuguard.host.port import Host
 from gpuguard.host.reading import read_bytes, real_path
-from gpuguard.probes.dpkg import Package, read_packages
+from gpuguard.probes.dpkg import read_packages
 
 _UTS_RELEASE_FILE = "include/generated/utsrelease.h"
 #: What kbuild needs for an external module; without modpost or fixdep it cannot even start.

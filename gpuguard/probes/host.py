@@ -17,16 +17,18 @@ from gpuguard.core.facts import (
     P2pFacts,
     SecureBootFacts,
 )
+from gpuguard.core.packages import Package
 from gpuguard.errors import GpuguardError, ProbeError, StateError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.left_alone import left_alone_since
 from gpuguard.probes.bootloader import probe_next_kernel
 from gpuguard.probes.dkms import probe_dkms
-from gpuguard.probes.dpkg import Package, read_packages
+from gpuguard.probes.dpkg import read_packages
 from gpuguard.probes.driver import probe_driver
 from gpuguard.probes.enforcement import probe_enforcement
 from gpuguard.probes.headers import probe_headers
+from gpuguard.probes.holds import probe_holds
 from gpuguard.probes.initramfs import probe_initramfs
 from gpuguard.probes.kernels import probe_releases, probe_running, probe_suffix
 from gpuguard.probes.modprobe_options import probe_blacklisted
@@ -75,7 +77,7 @@ def probe_host(
         pci_gpus=probe_pci_gpus(host),
         blacklisted=_blacklisted(host),
         dkms=_dkms(host) if with_dkms else (),
-        held=tuple(sorted(p.name for p in (packages or {}).values() if p.selection == "hold")),
+        holds=probe_holds(host, packages),
     )
 
 

@@ -25,6 +25,7 @@ from gpuguard.probes.modules_config import modules_config_fingerprint
 from gpuguard.records import recorded_releases
 from gpuguard.state import MODULE_CACHE_FILE
 from gpuguard.verbs.expected import expectation_of
+from gpuguard.verbs.holds import hold_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ def policy_of(config: Config | None, accepted: Expectation | None = None) -> Pol
     return Policy(
         ignored_kernels=config.kernels.ignore if config is not None else (),
         expected=expectation_of(config, accepted),
+        holds=hold_policy(config),
     )
 
 

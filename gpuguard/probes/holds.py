@@ -1,0 +1,26 @@
+"""Facts about holds: dpkg's selections, our ledger, and who changed what is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpuguard.core.holds import HoldFacts
+from gpuguard.core.packages import Package
+from gpuguard.errors import ProbeError, StateError
+from gpuguard.host import Host
+from gpuguard.ledger import read_ledger, read_withheld
+from gpuguard.probes.dpkg import read_packages
+
+
+def probe_holds(host: Host, packages: Mapping[str, Package] | None = None) -> HoldFacts:
+    """What dpkg and our records say; what cannot be read is a problem in the facts.
+
+    Args:
+        host: to look at.
+        packages: what ``read_packages`` said, if it was asked already.
+    """
+    try:
+        known = read_packages(host) if packages is None else packages
+        return HoldFacts(packages=known, ledger=read_ledger(host), withheld=read_withheld(host))
+    except (ProbeError, StateError, OSError) as error:
+        return HoldFacts(problem=str(error))
