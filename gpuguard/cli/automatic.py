@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import typer
@@ -11,11 +12,15 @@ from gpuguard.cli.progress import progress_for_terminal
 from gpuguard.cli.session import changing, require_root
 from gpuguard.cli.steps import outcome_document, say_outcome, say_unready, step_text
 from gpuguard.config_file import load_config
-from gpuguard.core.plan import Request
+from gpuguard.core.plan import Leave, Rebuild, Request
 from gpuguard.errors import GpuguardError, LockHeldError
-from gpuguard.verbs.automatic import Automatic, give_up, run_automatic
+from gpuguard.host.notify import journal
+from gpuguard.verbs.automatic import ACTIONS, Automatic, give_up, run_automatic
 from gpuguard.verbs.inspect import make_plan
 from gpuguard.verbs.rebuild import Outcome
+
+#: Set by systemd where stderr is the journal (systemd.exec(5)).
+_IN_JOURNAL = "JOURNAL_STREAM" in os.environ
 
 
 def run_by_itself(context: Context, *, dry_run: bool) -> None:
@@ -35,6 +40,8 @@ def run_by_itself(context: Context, *, dry_run: bool) -> None:
         raise
     if context.json:
         context.print_json(_document(run))
+    elif _IN_JOURNAL:
+        _log(run)
     else:
         _say(run)
     raise typer.Exit(run.exit_status)
@@ -46,7 +53,9 @@ def _run(context: Context) -> Automatic:
 
     def tell(outcome: Outcome) -> None:
         progress.close()
-        if not context.json:
+        if _IN_JOURNAL:
+            _log_outcome(outcome)
+        elif not context.json:
             say_outcome(outcome)
 
     with changing(context, config.automatic.lock_timeout_seconds):
@@ -62,8 +71,40 @@ def _say(run: Automatic) -> None:
         typer.echo(f"gpuguard: {error.message} [{error.code}]", err=True)
         for line in error.hint.splitlines():
             typer.echo(f"  -> {line}", err=True)
+    if run.held_again:
+        typer.echo(f"held again: {', '.join(run.held_again)}")
     if run.held_back is not None:
         typer.echo(f"a reboot is held back: {run.held_back}")
+
+
+def _log_outcome(outcome: Outcome) -> None:
+    """One event per kernel that something was done about, or failed; none for the others."""
+    release, error = outcome.step.release, outcome.error
+    if error is not None:
+        what = f"{release}: {error.message}" + (f"; {error.hint}" if error.hint else "")
+        journal(what, priority="error", event="rebuild-failed", kernel=release, code=error.code)
+    elif isinstance(outcome.step, Rebuild):
+        backup = outcome.backup or ""
+        what = f"{release}: patched modules built and in place; what was there: backup {backup}"
+        journal(what, priority="notice", event="rebuild-done", kernel=release, backup=backup)
+    elif not isinstance(outcome.step, Leave):
+        action = ACTIONS[type(outcome.step)]
+        journal(f"{release}: {action} done", priority="notice", event=action, kernel=release)
+
+
+def _log(run: Automatic) -> None:
+    for release, reasons in run.unready.items():
+        what = f"{release} is not ready: {'; '.join(reasons)} (gpuguard status)"
+        journal(what, priority="warning", event="kernel-not-ready", kernel=release)
+    for error in run.problems:
+        what = error.message + (f"; {error.hint}" if error.hint else "")
+        journal(what, priority="error", event="automatic-failed", code=error.code)
+    if run.held_again:
+        names = " ".join(run.held_again)
+        journal(f"held again: {names}", priority="warning", event="held-again", packages=names)
+    if run.held_back is not None:
+        what = f"a reboot is held back: {run.held_back}"
+        journal(what, priority="warning", event="reboot-held", kernel=run.next_release or "")
 
 
 def _document(run: Automatic) -> dict[str, Any]:
@@ -79,4 +120,5 @@ def _document(run: Automatic) -> dict[str, Any]:
             "next": run.next_release,
             "held_back": run.held_back,
         },
+        "held_again": list(run.held_again),
     }

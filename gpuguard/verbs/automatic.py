@@ -18,6 +18,7 @@ from gpuguard.last_run import KernelRun, LastRun, write_last_run
 from gpuguard.state import QUEUE_FILE
 from gpuguard.verbs import reboot_hold
 from gpuguard.verbs.clock import now
+from gpuguard.verbs.holds import hold_again
 from gpuguard.verbs.inspect import Planned, look, make_plan, policy_of
 from gpuguard.verbs.rebuild import Outcome, left_unready, rebuild, worst_exit_status
 
@@ -34,13 +35,15 @@ ACTIONS = {
 class Automatic:
     """What a run did. ``held_back``: why a reboot is held back now, if it is.
 
-    ``problems``: what failed besides kernels; they are errors of their own, one after another.
+    ``held_again``: packages that had lost a hold of ours. ``problems``: what failed besides
+    kernels, one after another.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
     unready: dict[str, tuple[str, ...]] = field(default_factory=dict)
     problems: list[GpuguardError] = field(default_factory=list)
     held_back: str | None = None
+    held_again: tuple[str, ...] = ()
     next_release: str | None = None
     reboot_safe: bool | None = None
 
@@ -75,6 +78,7 @@ def run_automatic(
         run.unready = left_unready(host, config, run.outcomes)
     except GpuguardError as error:
         run.problems.append(error)
+    _try(run, lambda: _hold_again(host, config, run))
     _try(run, lambda: _settle_reboot(host, config, run))
     _try(run, lambda: write_last_run(host, _record(run, started), seen_until=seen.until()))
     return run
@@ -112,6 +116,10 @@ def _rebuild(
         for outcome in rebuild(host, config, planned, progress):
             run.outcomes.append(outcome)
             tell(outcome)
+
+
+def _hold_again(host: Host, config: Config, run: Automatic) -> None:
+    run.held_again = hold_again(host, config).held
 
 
 def _settle_reboot(host: Host, config: Config, run: Automatic) -> None:
