@@ -1,0 +1,1 @@
+"""What the repository is made and tested with; not part of the installed program."""
