@@ -28,6 +28,7 @@ complains. gpuguard notices before the reboot, rebuilds, and can put everything 
   gpuguard rebuild             do it
   gpuguard reload              load the patched modules without a reboot
   gpuguard backups, rollback   put back what was there before
+  gpuguard hold, unhold, holds keep kernel and driver packages as they are
   gpuguard demo                watch the whole story on a simulated host
 
 Exit status: 0 fine, 1 not healthy, 2 usage, 3 could not be determined; verbs that act use
@@ -44,6 +45,12 @@ _VERBS = {
     "reload": "gpuguard.cli.reload:reload",
     "backups": "gpuguard.cli.backups:backups",
     "rollback": "gpuguard.cli.backups:rollback",
+    "setup": "gpuguard.cli.setup:setup",
+    "hold": "gpuguard.cli.holds:hold",
+    "unhold": "gpuguard.cli.holds:unhold",
+    "holds": "gpuguard.cli.holds:holds",
+    "serve": "gpuguard.cli.serve:serve",
+    "metrics": "gpuguard.cli.metrics:metrics",
     "demo": "gpuguard.cli.demo:demo",
     "config": "gpuguard.cli.config:app",
 }

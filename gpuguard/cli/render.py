@@ -11,6 +11,7 @@ from gpuguard.core.assess import Assessment
 from gpuguard.core.document import disk_version, kernel_of, roles_of
 from gpuguard.core.facts import HostFacts, Identity, KernelFacts, SecureBootState
 from gpuguard.core.findings import Finding, Severity, Verdict
+from gpuguard.core.holds import HoldState
 
 _VERDICT_COLOUR = {
     Verdict.OK: typer.colors.GREEN,
@@ -161,6 +162,7 @@ def _summary_rows(facts: HostFacts, assessment: Assessment) -> Iterable[list[str
     yield ["next boot", shown(f"{boot} ({facts.next.source})")]
     if facts.secure_boot.state is not SecureBootState.NOT_APPLICABLE:
         yield ["Secure Boot", facts.secure_boot.state.value]
+    yield ["holds", holds_line(assessment.holds)]
     reboot = assessment.reboot
     safe = coloured("safe", Verdict.OK) if reboot.safe else coloured("NOT safe", Verdict.CRITICAL)
     required = "required" if reboot.required else "not required"
@@ -177,3 +179,23 @@ def p2p_line(facts: HostFacts, assessment: Assessment) -> str:
     verdict = Verdict.OK if assessment.p2p_healthy else Verdict.CRITICAL
     text = f"{good} of {len(p2p.pairs)} ordered pairs OK"
     return f"{coloured(text, verdict)}, {len(p2p.gpus)} cards ({p2p.source})"
+
+
+def holds_line(state: HoldState) -> str:
+    """One line: whether holding is on, how many, and what they cost."""
+    if state.problem is not None:
+        return shown(f"unknown: {state.problem}")
+    words = ["holding is on" if state.active else "holding is off (gpuguard hold)"]
+    words.append(f"{len(state.held)} on hold")
+    if state.foreign:
+        words.append(f"{len(state.foreign)} of them by others")
+    if lost := len({*state.drifted, *state.missing, *state.lifted}):
+        words.append(f"{lost} not on hold that should be")
+    if state.withheld:
+        fixes = sum(one.security for one in state.withheld)
+        number = len(state.withheld)
+        words.append(
+            f"{number} upgrade{'' if number == 1 else 's'} withheld"
+            + (f" ({fixes} security)" if fixes else "")
+        )
+    return ", ".join(words)

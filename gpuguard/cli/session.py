@@ -26,7 +26,7 @@ def require_root(context: Context) -> None:
     """
     if context.host.is_live and os.geteuid() != 0:
         line = shlex.join(["sudo", "gpuguard", *sys.argv[1:]])
-        raise PrivilegeError("changing modules of the running system needs root", hint=line)
+        raise PrivilegeError("changing the running system needs root", hint=line)
 
 
 @contextmanager

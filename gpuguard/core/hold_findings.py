@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from gpuguard.core.findings import Finding, Severity
-from gpuguard.core.holds import HoldFacts, HoldState
+from gpuguard.core.holds import HoldFacts, HoldState, WithheldRecord
 
 _SUBJECT = "holds"
 _NAMED = 4  # a host has 50 packages of kernel and driver
@@ -49,6 +49,18 @@ def hold_findings(facts: HoldFacts, state: HoldState, *, enforced: bool) -> Iter
             dict.fromkeys(state.missing, "not on hold"),
         )
     yield from _not_kept(facts, state)
+
+
+def withheld_findings(record: WithheldRecord) -> Iterator[Finding]:
+    """That nobody can say what the holds keep away; for those who were asked just that."""
+    if record.problem is not None:
+        yield Finding(
+            code="withheld-unknown",
+            severity=Severity.UNKNOWN,
+            subject=_SUBJECT,
+            message=f"which upgrades are withheld could not be told: {record.problem}",
+            remedy="see that apt-cache policy works, then: gpuguard holds",
+        )
 
 
 def _not_kept(facts: HoldFacts, state: HoldState) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from gpuguard.last_run import KernelRun, LastRun, write_last_run
 from gpuguard.state import QUEUE_FILE
 from gpuguard.verbs import reboot_hold
 from gpuguard.verbs.clock import now
-from gpuguard.verbs.holds import hold_again
+from gpuguard.verbs.holds import hold_again, note_withheld
 from gpuguard.verbs.inspect import Planned, look, make_plan, policy_of
 from gpuguard.verbs.rebuild import Outcome, left_unready, rebuild, worst_exit_status
 
@@ -79,6 +79,7 @@ def run_automatic(
     except GpuguardError as error:
         run.problems.append(error)
     _try(run, lambda: _hold_again(host, config, run))
+    _try(run, lambda: note_withheld(host))
     _try(run, lambda: _settle_reboot(host, config, run))
     _try(run, lambda: write_last_run(host, _record(run, started), seen_until=seen.until()))
     return run
@@ -130,7 +131,7 @@ def _settle_reboot(host: Host, config: Config, run: Automatic) -> None:
     run.held_back = reboot_hold.settle(host, config, facts, assessment)
 
 
-def _try(run: Automatic, part: Callable[[], None]) -> None:
+def _try(run: Automatic, part: Callable[[], object]) -> None:
     try:
         part()
     except GpuguardError as error:

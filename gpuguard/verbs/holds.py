@@ -6,17 +6,24 @@ asked what it took, so a crash ends in "held again at the next automatic run".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gpuguard.apply.holds import HOLD, released, set_selections
+from gpuguard.apply.lock import is_held
 from gpuguard.config import Config
+from gpuguard.core.findings import Finding
+from gpuguard.core.hold_findings import hold_findings, withheld_findings
 from gpuguard.core.hold_plan import HoldPlan, plan_again, plan_hold, plan_lift, plan_unhold
-from gpuguard.core.holds import HoldFacts, HoldPolicy
-from gpuguard.errors import GpuguardError
+from gpuguard.core.holds import HoldFacts, HoldPolicy, HoldState, WithheldRecord, hold_state
+from gpuguard.core.packages import Package
+from gpuguard.core.withheld import dated, known_since
+from gpuguard.errors import GpuguardError, ProbeError
 from gpuguard.host import Host
-from gpuguard.ledger import read_ledger, write_ledger
+from gpuguard.ledger import read_ledger, read_withheld, write_ledger, write_withheld
 from gpuguard.probes.dpkg import read_packages
+from gpuguard.probes.holds import probe_holds
+from gpuguard.probes.withheld import lists_updated, probe_withheld
 from gpuguard.verbs.clock import now
 
 _LOCK_SECONDS = 60.0
@@ -82,6 +89,72 @@ def hold_again(host: Host, config: Config | None) -> HoldChange:
     """
     plan = plan_again(_facts(host), hold_policy(config), now())
     return _carry_out(host, plan, _timeout(config))
+
+
+def note_withheld(host: Host) -> WithheldRecord:
+    """Look what the holds keep away, and since when; kept for those who only look (``status``).
+
+    One call of apt, no network. That apt could not be asked is kept, too, and then what was
+    known before stays.
+
+    Raises:
+        StateError, ProbeError: our own record, or dpkg's, cannot be read or written.
+    """
+    before = read_withheld(host)
+    record = look_at_withheld(host, read_packages(host), before)
+    moment = record.looked
+    seen = before.packages if record.problem and before is not None else record.packages
+    record = replace(record, packages=dated(seen, before, moment))
+    if record != before:
+        write_withheld(host, record)
+    return record
+
+
+def look_at_withheld(
+    host: Host, packages: Mapping[str, Package], before: WithheldRecord | None
+) -> WithheldRecord:
+    """What apt says now, with the times that an earlier record has; writes nothing."""
+    updated = lists_updated(host)
+    try:
+        found = known_since(probe_withheld(host, packages), before)
+    except ProbeError as error:
+        return WithheldRecord(looked=now(), lists_updated=updated, problem=error.message)
+    return WithheldRecord(looked=now(), packages=found, lists_updated=updated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldsReport:
+    """Everything that ``gpuguard holds`` shows; ``withheld`` is what apt says now."""
+
+    facts: HoldFacts
+    state: HoldState
+    findings: tuple[Finding, ...]
+    withheld: WithheldRecord
+
+
+def report_holds(host: Host, config: Config | None) -> HoldsReport:
+    """Look at the holds and at what they cost; changes nothing, needs no root."""
+    policy = hold_policy(config)
+    facts = replace(probe_holds(host), at_work=is_held(host))
+    record = WithheldRecord(looked=now(), problem=facts.problem)
+    if facts.problem is None:
+        record = look_at_withheld(host, facts.packages, facts.withheld)
+        facts = replace(facts, withheld=record)
+    state = hold_state(facts, policy)
+    findings = hold_findings(facts, state, enforced=policy.enforce)
+    return HoldsReport(
+        facts=facts, state=state, findings=(*findings, *withheld_findings(record)), withheld=record
+    )
+
+
+def preview(
+    host: Host, config: Config | None, names: Sequence[str] | None, *, lift: bool = False
+) -> HoldPlan:
+    """What ``hold``, or with ``lift`` ``unhold``, would change; raises as they do."""
+    facts = _facts(host)
+    if lift:
+        return plan_unhold(facts, names)
+    return plan_hold(facts, hold_policy(config), names, now())
 
 
 def _facts(host: Host) -> HoldFacts:

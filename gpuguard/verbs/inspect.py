@@ -70,7 +70,10 @@ def look(
     )
     cache.save()
     return replace(
-        facts, interrupted=_interrupted(host), modules_config=modules_config_fingerprint(host)
+        facts,
+        interrupted=_interrupted(host),
+        modules_config=modules_config_fingerprint(host),
+        holds=replace(facts.holds, at_work=is_held(host)),
     )
 
 
@@ -119,11 +122,18 @@ def judge(
 ) -> tuple[HostFacts, Assessment]:
     """Facts and what is to be thought of them; ``trouble``: of the configuration itself."""
     facts = look(host, config, with_dkms=with_dkms, strict=False)
+    return facts, judge_facts(host, facts, config, trouble)
+
+
+def judge_facts(
+    host: Host, facts: HostFacts, config: Config | None, trouble: Finding | None = None
+) -> Assessment:
+    """What is to be thought of facts; see ``judge``."""
     assessment = assess(facts, policy_of(config, read_accepted(host)))
-    if trouble is not None:
-        findings = (*assessment.findings, trouble)
-        assessment = replace(assessment, findings=findings, verdict=verdict_of(findings))
-    return facts, assessment
+    if trouble is None:
+        return assessment
+    findings = (*assessment.findings, trouble)
+    return replace(assessment, findings=findings, verdict=verdict_of(findings))
 
 
 def make_plan(host: Host, config: Config, request: Request) -> Planned:
