@@ -17,7 +17,9 @@ MAX_MODULE_LINES = 400
 
 _BASE = frozenset({"errors", "core", "state"})
 _CONFIG = frozenset({"config", "config_yaml", "config_check", "config_file"})
-_RECORDS = frozenset({"records", "accepted", "proof", "left_alone", "last_run", "ledger"})
+_RECORDS = frozenset(
+    {"records", "accepted", "proof", "left_alone", "last_run", "ledger", "setup_record"}
+)
 _TREE = _BASE | _CONFIG | _RECORDS | {"host"}
 _ACT = frozenset({"probes", "build", "apply"})
 _PROGRAM = frozenset({"cli", "demo", "daemon", "exporter"})

@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuguard.state import DEPMOD_DIR
+
+#: Folders that packages bring: they stay, also when they are empty.
+PACKAGES_FOLDERS = frozenset(
+    {
+        DEPMOD_DIR,
+        "/etc/apt/apt.conf.d",
+        "/etc/kernel/header_postinst.d",
+        "/etc/kernel/postinst.d",
+        "/etc/kernel/postrm.d",
+        "/etc/systemd/system",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutFile:
@@ -16,8 +30,16 @@ class PutFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PutLink:
+    """Make a symlink, or make it lead elsewhere, in one step."""
+
+    path: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveFile:
-    """Remove a file and, if empty then and not a package's, its folder."""
+    """Remove a file or link and, if empty then and not a package's, its folder."""
 
     path: str
 
@@ -61,4 +83,4 @@ class CheckInitramfs:
     release: str
 
 
-Action = PutFile | RemoveFile | Depmod | RebuildInitramfs | CheckResolved | CheckInitramfs
+Action = PutFile | PutLink | RemoveFile | Depmod | RebuildInitramfs | CheckResolved | CheckInitramfs

@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from gpuguard.apply.actions import (
+    PACKAGES_FOLDERS,
     Action,
     CheckInitramfs,
     CheckResolved,
     Depmod,
     ExpectedModule,
     PutFile,
+    PutLink,
     RebuildInitramfs,
     RemoveFile,
 )
 from gpuguard.apply.initramfs import rebuild_initramfs
 from gpuguard.apply.leftover import run_tool
+from gpuguard.apply.undo import LinkBefore, put_link
 from gpuguard.core.facts import InitramfsState, ModuleFile
 from gpuguard.errors import CommandError, VerifyError
 from gpuguard.host import Host
@@ -24,7 +27,7 @@ from gpuguard.host.files import fsync_file, sha256_file
 from gpuguard.probes.initramfs import probe_initramfs
 from gpuguard.probes.modules import iter_build_ids, probe_modules
 from gpuguard.probes.modules_config import depmod_options
-from gpuguard.state import DEPMOD_DIR, module_tree
+from gpuguard.state import module_tree
 
 #: What depmod writes (kmod 30, tools/depmod.c), so that it can be put back byte for byte.
 DEPMOD_OUTPUTS = (
@@ -44,10 +47,12 @@ def execute(action: Action, host: Host) -> None:
     match action:
         case PutFile():
             host.replace_file(action.path, action.source, mode=action.mode)
+        case PutLink():
+            put_link(LinkBefore(path=action.path, target=action.target), host)
         case RemoveFile():
             host.remove_file(action.path)
             folder = str(PurePosixPath(action.path).parent)
-            if folder != DEPMOD_DIR:  # kmod's own
+            if folder not in PACKAGES_FOLDERS:
                 host.remove_empty_dir(folder)
         case Depmod():
             run_depmod(action.release, host)

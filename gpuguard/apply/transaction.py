@@ -14,11 +14,13 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 
 from gpuguard.apply.actions import (
+    PACKAGES_FOLDERS,
     Action,
     CheckInitramfs,
     CheckResolved,
     Depmod,
     PutFile,
+    PutLink,
     RebuildInitramfs,
     RemoveFile,
 )
@@ -44,7 +46,7 @@ from gpuguard.apply.undo import (
 from gpuguard.errors import StateError
 from gpuguard.host import Host
 from gpuguard.host.signals import HeldSignals
-from gpuguard.state import DEPMOD_DIR, module_tree
+from gpuguard.state import module_tree
 
 
 def apply(
@@ -100,6 +102,11 @@ def undos_of(action: Action, host: Host, store: ObjectStore) -> Iterator[Undo]:
     match action:
         case PutFile():
             yield wrote(action.path, action.source)
+            yield from _missing_folders(action.path, host)
+            yield Sweep(path=str(PurePosixPath(action.path).parent))
+            yield look(action.path, host, store)
+        case PutLink():
+            yield Wrote(path=action.path, state=f"link {action.target}")
             yield from _missing_folders(action.path, host)
             yield Sweep(path=str(PurePosixPath(action.path).parent))
             yield look(action.path, host, store)
@@ -180,7 +187,7 @@ def _content(path: str, host: Host) -> str:
 
 
 def _folder(folder: str, host: Host) -> Iterator[FolderBefore]:
-    if folder != DEPMOD_DIR:
+    if folder not in PACKAGES_FOLDERS:
         with suppress(FileNotFoundError, NotADirectoryError):
             status = host.path(folder).stat()
             mode = stat.S_IMODE(status.st_mode)

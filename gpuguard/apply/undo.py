@@ -189,7 +189,7 @@ def put_back(undo: Undo, host: Host, store: ObjectStore) -> None:
         case FileBefore():
             _put_back_file(undo, host, store)
         case LinkBefore():
-            _put_back_link(undo, host)
+            put_link(undo, host)
         case NothingBefore():
             host.remove_file(undo.path)
         case NoFolderBefore():
@@ -256,7 +256,8 @@ def _set_owner_and_time(real: Path, undo: FileBefore) -> None:
     os.utime(real, ns=(undo.mtime_ns, undo.mtime_ns))
 
 
-def _put_back_link(undo: LinkBefore, host: Host) -> None:
+def put_link(undo: LinkBefore, host: Host) -> None:
+    """Make a link as it is described."""
     if is_back(undo, host):
         return
     real = host.path(undo.path, follow=False)

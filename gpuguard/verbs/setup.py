@@ -1,0 +1,280 @@
+"""Install and remove what makes gpuguard work by itself: the use case behind ``setup``."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from gpuguard.apply.actions import Action, PutFile, PutLink, RemoveFile
+from gpuguard.apply.transaction import apply
+from gpuguard.build.trust import trust_in
+from gpuguard.config import BuildConfig, Config
+from gpuguard.core.apt_check import REFUSED, expression
+from gpuguard.core.setup import (
+    LIBRARY,
+    UNIT_DIR,
+    Item,
+    Record,
+    SetupPlan,
+    items,
+    plan_removal,
+    plan_setup,
+    started_units,
+)
+from gpuguard.errors import PreflightError, StateError, UsageError
+from gpuguard.host import Host
+from gpuguard.host.files import sha256_file
+from gpuguard.setup_record import read_setup, setup_bytes
+from gpuguard.state import SETUP_FILE
+from gpuguard.verbs import units
+from gpuguard.verbs.clock import now
+from gpuguard.verbs.units import Effects
+
+_FOLDERS = ("apt", "kernel", "logind", "man", "systemd")
+_PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./+-]+")
+_ACCOUNT_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a set-up would do. ``account``: one that has to be made."""
+
+    plan: SetupPlan
+    units: tuple[str, ...] = ()
+    account: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing has to be changed."""
+        return not self.plan.changes and self.account is None
+
+
+def prepare(
+    host: Host,
+    config: Config | None,
+    completions: Mapping[str, str],
+    *,
+    program: str | None = None,
+    force: bool = False,
+) -> Prepared:
+    """Decide what a set-up does.
+
+    Raises:
+        UsageError: the program that hooks and units are to call cannot be told.
+        PreflightError: others than root can change what root would run.
+        StateError: the record of the last set-up cannot be read.
+    """
+    program = find_program(host, program)
+    _refuse_untrusted(host, program)
+    content = _resources() | {f"completion/{k}": v.encode() for k, v in completions.items()}
+    values = {
+        "PROGRAM": program,
+        "LIBRARY": LIBRARY,
+        "PACKAGES": expression(),
+        "REFUSED": str(REFUSED),
+    }
+    wanted = items(content, values)
+    record = read_setup(host)
+    account = _missing_account(host, config)
+    made = account or (record.account if record is not None else None)
+    plan = plan_setup(
+        wanted,
+        _found(host, wanted, record),
+        record,
+        program=program,
+        account=made,
+        created=now(),
+        force=force,
+    )
+    return Prepared(plan=plan, units=started_units(content), account=account)
+
+
+def prepare_removal(host: Host, *, force: bool = False) -> Prepared:
+    """Decide what a removal does.
+
+    Raises:
+        UsageError: nothing was set up.
+        StateError: the record of the last set-up cannot be read.
+    """
+    record = read_setup(host)
+    if record is None:
+        raise UsageError(
+            "nothing is set up here: there is no record of a set-up",
+            code="not-set-up",
+            hint=f"the record would be {SETUP_FILE}; see gpuguard(1), REMOVAL BY HAND",
+        )
+    names = tuple(
+        path.removeprefix(f"{UNIT_DIR}/")
+        for path in record.marks
+        if path.startswith(f"{UNIT_DIR}/") and "/" not in path.removeprefix(f"{UNIT_DIR}/")
+    )
+    return Prepared(plan=plan_removal(record, _found(host, (), record), force=force), units=names)
+
+
+def install(host: Host, prepared: Prepared) -> None:
+    """Make the account, then put all files and links in place in one transaction.
+
+    The caller holds the lock and has recovered an interrupted change.
+
+    Raises:
+        CommandError: the account cannot be made; nothing else was changed.
+        GpuguardError: see ``transaction.apply``.
+    """
+    if prepared.account is not None:
+        _make_account(host, prepared.account)
+    _apply(host, prepared.plan)
+
+
+def remove(host: Host, prepared: Prepared) -> Effects:
+    """Stop the units and take all files and links away in one transaction."""
+    effects = units.stop(host, prepared.units)
+    _apply(host, prepared.plan)
+    units.reload(host, prepared.plan, effects)
+    return effects
+
+
+def find_program(host: Host, given: str | None = None) -> str:
+    """The path, inside the host, of the program that hooks and units call.
+
+    Raises:
+        UsageError: none can be found, or it has a name that shells and systemd would take apart.
+    """
+    candidates = [given] if given is not None else _own_paths()
+    for path in candidates:
+        if path.startswith("/") and _is_executable(host, path):
+            if not _PLAIN_PATH.fullmatch(path):
+                raise UsageError(
+                    f"{path}: only letters, digits and _ . / + - may be in the program's path",
+                    code="program-path",
+                    hint="install gpuguard elsewhere, e.g. in /opt/gpuguard",
+                )
+            return path
+    where = given or " or ".join(candidates)
+    raise UsageError(
+        f"{where} is not a program in {host.root}",
+        code="program-missing",
+        hint="say where gpuguard is installed there: gpuguard setup --program /opt/gpuguard/bin/"
+        "gpuguard",
+    )
+
+
+def _own_paths() -> list[str]:
+    # a link to the program of a virtual environment (/usr/local/bin) would do, too; the
+    # environment itself cannot be redirected
+    beside = Path(sys.executable).parent / "gpuguard"
+    called = Path(sys.argv[0])
+    return [str(beside), *([str(called.resolve())] if called.name == "gpuguard" else [])]
+
+
+def _is_executable(host: Host, path: str) -> bool:
+    with suppress(OSError):
+        status = host.path(path).stat()
+        return stat.S_ISREG(status.st_mode) and bool(status.st_mode & 0o111)
+    return False
+
+
+def _refuse_untrusted(host: Host, program: str) -> None:
+    """Whoever can write the program, its environment or our folder of hooks becomes root."""
+    trust = trust_in(None)
+    reason = trust.problem(host, program) or _hooks_folder_problem(host)
+    environment = host.path(program).parent.parent
+    if reason is None and (environment / "pyvenv.cfg").is_file():
+        reason = trust.problem_within(environment, host.root)
+    if reason is not None:
+        raise PreflightError(
+            f"root would run by itself what others can write: {reason}",
+            code="program-untrusted",
+            hint="install gpuguard as root in a folder of root's, e.g. /opt/gpuguard, or take the "
+            "right to write away: chown -R root:root, chmod -R go-w",
+        )
+
+
+def _hooks_folder_problem(host: Host) -> str | None:
+    from gpuguard.host.files import writable_by_others
+
+    if os.geteuid() != 0:
+        return None
+    return writable_by_others(host.root / LIBRARY.lstrip("/"), root=host.root, missing_ok=True)
+
+
+def _resources() -> dict[str, bytes]:
+    top = resources.files("gpuguard").joinpath("resources")
+    found = {"gpuguard.yaml.example": top.joinpath("gpuguard.yaml.example").read_bytes()}
+    for folder in _FOLDERS:
+        found |= {f"{folder}/{file.name}": file.read_bytes() for file in _files(top, folder)}
+    return found
+
+
+def _files(top: Traversable, folder: str) -> list[Traversable]:
+    return [entry for entry in top.joinpath(folder).iterdir() if entry.is_file()]
+
+
+def _found(host: Host, wanted: Sequence[Item], record: Record | None) -> dict[str, str | None]:
+    paths = {item.path for item in wanted} | set(record.marks if record is not None else ())
+    return {path: mark_of(host, path) for path in paths}
+
+
+def mark_of(host: Host, path: str) -> str | None:
+    """What is at a path, as ``Item.mark`` has it; None: nothing.
+
+    Raises:
+        StateError: it cannot be read.
+    """
+    real = host.path(path, follow=False)
+    try:
+        status = real.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            return f"link {real.readlink()}"
+        if not stat.S_ISREG(status.st_mode):
+            return "odd"
+        return f"{stat.S_IMODE(status.st_mode):04o} {sha256_file(real)}"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StateError(
+            f"{path} cannot be read: {error.strerror}", hint="run gpuguard as root"
+        ) from error
+
+
+def _apply(host: Host, plan: SetupPlan) -> None:
+    actions: list[Action] = []
+    for step in plan.changes:
+        item = step.item
+        if item is None:
+            actions.append(RemoveFile(path=step.path))
+        elif item.content is not None:
+            actions.append(PutFile(path=item.path, source=item.content, mode=item.mode))
+        else:
+            actions.append(PutLink(path=item.path, target=item.target or ""))
+    if plan.record is None:
+        actions.append(RemoveFile(path=SETUP_FILE))
+    else:
+        actions.append(PutFile(path=SETUP_FILE, source=setup_bytes(plan.record)))
+    apply(actions, host, verb="setup", release="gpuguard", started=now(), backup=None)
+
+
+def _missing_account(host: Host, config: Config | None) -> str | None:
+    name = config.build.user if config is not None else BuildConfig().user
+    try:
+        text = host.path("/etc/passwd").read_text("utf-8", "replace")
+    except OSError:
+        return None  # no accounts at all: a bare tree
+    return None if any(line.startswith(f"{name}:") for line in text.splitlines()) else name
+
+
+def _make_account(host: Host, name: str) -> None:
+    where = () if host.is_live else ("--prefix", str(host.root))
+    host.run(
+        "useradd", *where, "--system", "--user-group", "--no-create-home",
+        "--home-dir", "/nonexistent", "--shell", "/usr/sbin/nologin",
+        "--comment", "gpuguard compiles as this account", name,
+        timeout=_ACCOUNT_SECONDS,
+    )  # fmt: skip

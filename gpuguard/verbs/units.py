@@ -1,0 +1,97 @@
+"""Tell the running systemd about the units of a set-up; elsewhere nothing happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpuguard.core.setup import LOGIND_FILE, UNIT_DIR, Do, SetupPlan, is_enabled
+from gpuguard.errors import CommandError, GpuguardError
+from gpuguard.host import Host
+
+_SYSTEMD = Path("/run/systemd/system")  # sd_booted(3)
+_SYSTEMCTL_SECONDS = 120.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Effects:
+    """What systemd was told, and what it could not do: unit -> why."""
+
+    started: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def has_systemd(host: Host) -> bool:
+    """True on a running system that systemd has booted."""
+    return host.is_live and _SYSTEMD.is_dir()
+
+
+def start(host: Host, plan: SetupPlan, units: Sequence[str]) -> Effects:
+    """Let systemd see the new files, and start what runs from now on."""
+    effects = Effects()
+    if not has_systemd(host):
+        return effects
+    reload(host, plan, effects)
+    marks = plan.record.marks if plan.record is not None else {}
+    enabled = [u for u in units if is_enabled(u, marks) and _is_linked(host, u, marks)]
+    updated = {step.path for step in plan.steps if step.do is Do.UPDATE}
+    active = _active(host, enabled)
+    for unit in enabled:
+        if unit not in active:
+            _systemctl(host, effects, "start", unit)
+        elif f"{UNIT_DIR}/{unit}" in updated:
+            _systemctl(host, effects, "restart", unit)
+    return effects
+
+
+def stop(host: Host, units: Sequence[str]) -> Effects:
+    """Stop what a set-up has started: first what starts others, then the services."""
+    effects = Effects()
+    if has_systemd(host):
+        for unit in sorted(units, key=lambda name: (name.endswith(".service"), name)):
+            _systemctl(host, effects, "stop", unit)
+    return effects
+
+
+def reload(host: Host, plan: SetupPlan, effects: Effects) -> None:
+    """Let systemd read files that did change.
+
+    Only those: a reload makes systemd apply its device rules anew, which takes the cards away
+    from containers that were given them by other means (CASES C57).
+    """
+    changed = [step.path for step in plan.changes]
+    if not has_systemd(host):
+        return
+    if any(path.startswith(f"{UNIT_DIR}/") for path in changed):
+        _systemctl(host, effects, "daemon-reload")
+    if LOGIND_FILE in changed:
+        _systemctl(host, effects, "kill", "--signal=HUP", "systemd-logind.service")
+
+
+def _systemctl(host: Host, effects: Effects, *words: str) -> None:
+    what = words[-1]
+    try:
+        host.run("systemctl", *words, timeout=_SYSTEMCTL_SECONDS)
+    except GpuguardError as error:
+        effects.failed[what] = (error.detail or error.message).splitlines()[0]
+        return
+    if words[0] in ("start", "restart"):
+        effects.started.append(what)
+
+
+def _active(host: Host, units: Sequence[str]) -> set[str]:
+    """Those that run now; is-active prints a line for each."""
+    if not units:
+        return set()
+    with suppress(CommandError):
+        done = host.run("systemctl", "is-active", *units, timeout=_SYSTEMCTL_SECONDS, ok=None)
+        states = zip(units, done.stdout.split(), strict=False)
+        return {unit for unit, state in states if state == "active"}
+    return set()
+
+
+def _is_linked(host: Host, unit: str, marks: Mapping[str, str]) -> bool:
+    links = [path for path in marks if ".wants/" in path and path.endswith(f"/{unit}")]
+    return any(host.path(path, follow=False).is_symlink() for path in links)
