@@ -67,8 +67,8 @@ def _not_kept(facts: HoldFacts, state: HoldState) -> Iterator[Finding]:
     if state.stepped_over:
         yield _finding(
             "hold-stepped-over",
-            f"{_count([one.name for one in state.stepped_over])} changed while on hold, "
-            "and not in a window",
+            f"{_count([one.name for one in state.stepped_over])} that gpuguard held "
+            "changed, and not in a window",
             "look whether gpuguard status is as it should be; sudo gpuguard hold then keeps the "
             "new version",
             {

@@ -111,7 +111,11 @@ class HoldFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteppedOver:
-    """A package of ours whose version changed under its hold, outside a window."""
+    """A package of ours whose version changed outside a window, whether its hold is left or not.
+
+    ``dpkg -i`` and ``apt-get install --allow-change-held-packages`` take the hold away, too. Once
+    it is back, the version still tells.
+    """
 
     name: str
     recorded: str
@@ -183,7 +187,7 @@ def hold_state(facts: HoldFacts, policy: HoldPolicy) -> HoldState:
                 recorded=book.packages[name].version,
                 version=packages[name].version,
             )
-            for name in ours
+            for name in sorted(book.packages)
             if name in present
             and name not in book.lifted
             and packages[name].version != book.packages[name].version
