@@ -6,7 +6,13 @@ import pytest
 
 from tests import live
 
-pytest_plugins = ["tests.kit", "tests.building", "tests.box", "tests.initramfs_tool"]
+pytest_plugins = [
+    "tests.kit",
+    "tests.building",
+    "tests.box",
+    "tests.initramfs_tool",
+    "tests.windowbox",
+]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -18,7 +18,7 @@ MAX_MODULE_LINES = 400
 _BASE = frozenset({"errors", "core", "state"})
 _CONFIG = frozenset({"config", "config_yaml", "config_check", "config_file"})
 _RECORDS = frozenset(
-    {"records", "accepted", "proof", "left_alone", "last_run", "ledger", "setup_record"}
+    {"records", "accepted", "proof", "left_alone", "last_run", "window", "ledger", "setup_record"}
 )
 _TREE = _BASE | _CONFIG | _RECORDS | {"host"}
 _ACT = frozenset({"probes", "build", "apply"})
@@ -40,6 +40,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "proof": _BASE | {"host"},
     "left_alone": _BASE | {"host"},
     "last_run": _BASE | {"host"},
+    "window": _BASE | {"host"},
     "ledger": _BASE | {"host"},
     "probes": _TREE,
     "build": _TREE | {"probes"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpuguard.build import core_objects, history, kbuild, links, patches, sign, source
@@ -32,7 +32,7 @@ from gpuguard.errors import BuildError, PreflightError
 from gpuguard.host import Host
 from gpuguard.host.files import sha256_file
 
-__all__ = ["BuildResult", "BuiltModule", "build_modules"]
+__all__ = ["BuildResult", "BuiltModule", "build_modules", "finish_module"]
 
 _STRIP_TIMEOUT = 300.0
 
@@ -46,6 +46,8 @@ def build_modules(
     secure_boot: SecureBootFacts,
     base_names: Mapping[str, str],
     progress: Progress,
+    *,
+    is_finished: bool = True,
 ) -> Iterator[BuildResult]:
     """Build the modules of one kernel; they lie in a staging folder until the context ends.
 
@@ -58,6 +60,7 @@ def build_modules(
         base_names: canonical module name -> base name of the file that modprobe resolves
             (``nvidia-drm`` -> ``nvidia-current-open-drm`` on Debian); default: the same.
         progress: told about every step.
+        is_finished: False leaves them unsigned and uncompressed; see ``finish_module``.
 
     Raises:
         PreflightError: a blocker.
@@ -67,6 +70,9 @@ def build_modules(
         CommandError: a program is missing or failed.
     """
     compiler, version, signing = _preflight(host, config, kernel, inputs, secure_boot)
+    if not is_finished:
+        signing = SigningPlan(reason="that is for later")
+        kernel = replace(kernel, suffix="")
     with ExitStack() as stack:
         with clear_errors():  # around the build alone: what the caller raises is the caller's
             place = stack.enter_context(staging(host, kernel.release, build_user(config)))
@@ -102,6 +108,28 @@ def _preflight(
     if inputs.compiler is None or inputs.driver_version is None:
         raise PreflightError("compiler or driver version is not known")
     return inputs.compiler, inputs.driver_version, signing
+
+
+def finish_module(
+    host: Host,
+    file: Path,
+    name: str,
+    kernel: KernelFacts,
+    version: str,
+    signing: SigningPlan,
+    build_id: str,
+) -> tuple[Path, str]:
+    """Sign a stripped module and compress it as that kernel needs; the file, and its SHA-256.
+
+    Raises:
+        BuildError: it cannot be signed, or is not what it was.
+    """
+    if signing.signer is not None:
+        signing.signer.sign(host, file)
+    if check_module(file, name, kernel.release, version).build_id != build_id:
+        raise BuildError(f"{name} lost its build-id on the way", code="no-build-id")
+    result = compress(host, file, kernel.suffix)
+    return result, sha256_file(result)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,19 +212,11 @@ class _Run:
         before = check_module(file, name, self.kernel.release, self.version)
         # As dkms does. Debug information is ten times the module; the build-id survives.
         host.run("strip", "--strip-debug", str(file), timeout=_STRIP_TIMEOUT)
-        if self.signing.signer is not None:
-            self.signing.signer.sign(host, file)
-        after = check_module(file, name, self.kernel.release, self.version)
-        if after.build_id is None or after.build_id != before.build_id:
-            raise BuildError(f"{name} lost its build-id on the way", code="no-build-id")
-        result = compress(host, file, self.kernel.suffix)
-        return BuiltModule(
-            name=name,
-            base_name=base,
-            file=result,
-            build_id=after.build_id,
-            sha256=sha256_file(result),
+        build_id = before.build_id or ""
+        result, digest = finish_module(
+            host, file, name, self.kernel, self.version, self.signing, build_id
         )
+        return BuiltModule(name=name, base_name=base, file=result, build_id=build_id, sha256=digest)
 
     def _step(self, name: str, detail: str) -> None:
         earlier = history.earlier(self.make.host, name)

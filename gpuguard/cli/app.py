@@ -29,6 +29,7 @@ complains. gpuguard notices before the reboot, rebuilds, and can put everything 
   gpuguard reload              load the patched modules without a reboot
   gpuguard backups, rollback   put back what was there before
   gpuguard hold, unhold, holds keep kernel and driver packages as they are
+  gpuguard upgrade             change them in a maintenance window, tried before it opens
   gpuguard demo                watch the whole story on a simulated host
 
 Exit status: 0 fine, 1 not healthy, 2 usage, 3 could not be determined; verbs that act use
@@ -49,6 +50,7 @@ _VERBS = {
     "hold": "gpuguard.cli.holds:hold",
     "unhold": "gpuguard.cli.holds:unhold",
     "holds": "gpuguard.cli.holds:holds",
+    "upgrade": "gpuguard.cli.upgrade:upgrade",
     "serve": "gpuguard.cli.serve:serve",
     "metrics": "gpuguard.cli.metrics:metrics",
     "demo": "gpuguard.cli.demo:demo",

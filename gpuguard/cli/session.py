@@ -14,8 +14,11 @@ from gpuguard.apply.journal import Journal
 from gpuguard.apply.lock import exclusive, is_held, wait_for_package_tools
 from gpuguard.apply.recovery import Recovery, recover
 from gpuguard.cli.context import Context
-from gpuguard.errors import PrivilegeError
+from gpuguard.errors import GpuguardError, PrivilegeError
 from gpuguard.state import STATE_DIR
+from gpuguard.verbs.inspect import configured
+from gpuguard.verbs.window import RecoveredWindow, recover_window
+from gpuguard.window import read_window
 
 
 def require_root(context: Context) -> None:
@@ -44,7 +47,34 @@ def changing(context: Context, lock_timeout: float) -> Iterator[None]:
         recovered = recover(context.host)
         if recovered is not None:
             typer.echo(recovery_line(recovered), err=True)
+        _recover_window(context)
         yield
+
+
+def _recover_window(context: Context) -> None:
+    """Hold again what an interrupted maintenance window lifted; a failure is told, no more."""
+    try:
+        window = read_window(context.host)
+        if window is None or not window.phase.is_open:
+            return
+        config, _ = configured(context.host, context.config_file)
+        recovered = recover_window(context.host, config)
+        if recovered is not None:
+            typer.echo(window_line(recovered), err=True)
+    except GpuguardError as error:
+        what = "an interrupted maintenance window could not be closed"
+        typer.echo(f"gpuguard: {what}: {error.message} [{error.code}]", err=True)
+        for line in error.hint.splitlines():
+            typer.echo(f"  -> {line}", err=True)
+
+
+def window_line(recovered: RecoveredWindow) -> str:
+    """What the start found of a maintenance window: one sentence."""
+    what = f"the maintenance window of {recovered.window.started} was interrupted"
+    if not recovered.phase.holds_are_off:
+        return f"gpuguard: {what} before it changed anything"
+    number = len(recovered.holds.held)
+    return f"gpuguard: {what} ({recovered.phase}); {number} packages are on hold again"
 
 
 def recovery_line(recovered: Recovery) -> str:

@@ -34,6 +34,11 @@ class HeldSignals:
     ) -> None:
         self.let_go()
 
+    @property
+    def has_come(self) -> bool:
+        """True if one is being held back."""
+        return bool(self._came)
+
     def let_go(self) -> None:
         """Put the handlers back, and deliver what has come."""
         before, self._before = self._before, {}

@@ -22,7 +22,8 @@ from gpuguard.apply.lock import wait_for_package_tools
 from gpuguard.apply.room import check_room, check_writable
 from gpuguard.apply.transaction import apply
 from gpuguard.build.inputs import BuildInputs
-from gpuguard.build.pipeline import BuildResult, build_modules
+from gpuguard.build.pipeline import BuildResult
+from gpuguard.build.prebuilt import forget_prebuilt, provide_modules
 from gpuguard.build.progress import Progress
 from gpuguard.build.records import TRANSIENT_CODES
 from gpuguard.config import Config
@@ -136,7 +137,7 @@ def _rebuild(
     _check_initramfs(host, kernel)  # before minutes of compiling, and again after them
     inputs = planned.inputs[step.release]
     try:
-        with build_modules(
+        with provide_modules(
             host,
             config,
             kernel,
@@ -201,6 +202,7 @@ def _install(
         backup=backup.id,
     )
     forget_failure(host, kernel.release)
+    forget_prebuilt(host, kernel.release)
     return backup.id
 
 

@@ -1,0 +1,283 @@
+"""A box whose packages are real: apt and dpkg of this machine, on a root of the test's own.
+
+The root sees this machine's ``/usr`` through an overlay, so ``chroot ROOT apt-get`` is the real
+program within milliseconds; packages come from a ``file:`` repository made in the test. Kernels,
+headers and the driver's library are toys. Needs root and overlay mounts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests import toys
+from tests.box import K1, K2, Box, furnish
+from tests.building import gcc_text
+
+NEW_DRIVER = "999.20.01"
+_FOLDERS = (
+    "etc/apt/apt.conf.d", "etc/apt/preferences.d", "etc/apt/sources.list.d",
+    "etc/apt/trusted.gpg.d", "etc/default/grub.d", "dev", "tmp", "run", "boot/grub",
+    "var/lib/apt/lists/partial", "var/cache/apt/archives/partial", "var/log/apt",
+    "var/lib/dpkg/info", "var/lib/dpkg/updates", "var/lib/dpkg/triggers", "srv/repo",
+)  # fmt: skip
+_FROM_HERE = ("etc/passwd", "etc/group", "etc/nsswitch.conf", "etc/ld.so.cache", "etc/alternatives")
+_APT_CONF = 'APT::Sandbox::User "root";\nAPT::Install-Recommends "false";\n'
+#: As grub-mkconfig does it, as far as anything here looks: defaults, then the newest, then all.
+_UPDATE_GRUB = """\
+#!/bin/sh
+set -e
+GRUB_DEFAULT=0
+for file in /etc/default/grub /etc/default/grub.d/*.cfg; do [ ! -e "$file" ] || . "$file"; done
+entry() {
+    printf "menuentry 'Toy, with Linux %s' $menuentry_id_option '%s' {\\n" "$1" "$2"
+    printf "linux /boot/vmlinuz-%s root=UUID=0a1b ro\\n}\\n" "$1"
+}
+kernels=$(ls /boot/vmlinuz-* | sed 's|/boot/vmlinuz-||' | sort -rV)
+{
+    printf 'menuentry_id_option="--id"\\nset default="%s"\\n' "$GRUB_DEFAULT"
+    for kernel in $kernels; do entry "$kernel" gnulinux-simple-0a1b; break; done
+    printf "submenu 'Advanced options for Toy' \\$menuentry_id_option 'gnulinux-advanced-0a1b' {\\n"
+    for kernel in $kernels; do entry "$kernel" "gnulinux-$kernel-advanced-0a1b"; done
+    printf '}\\n'
+} >/boot/grub/grub.cfg.new
+mv /boot/grub/grub.cfg.new /boot/grub/grub.cfg
+"""
+_KERNEL_POSTINST = "#!/bin/sh\nset -e\ndepmod {release}\nupdate-grub\n"
+
+
+@dataclass(frozen=True)
+class WindowBox(Box):
+    """A box with apt; ``offer`` puts packages into its repository."""
+
+    offered: dict[str, str] = field(default_factory=dict)
+
+    def offer(
+        self,
+        name: str,
+        version: str,
+        *,
+        depends: str = "",
+        files: Mapping[str, str | bytes | Path] | None = None,
+        links: Mapping[str, str] | None = None,
+        **scripts: str,
+    ) -> None:
+        """Make a real package; ``files`` are contents, or files to copy."""
+        work = self.root.parent / "package"
+        shutil.rmtree(work, ignore_errors=True)
+        control = work / "DEBIAN"
+        control.mkdir(parents=True)
+        fields = {
+            "Package": name, "Version": version, "Architecture": _architecture(),
+            "Maintainer": "test <test@example.invalid>", "Description": "toy",
+            "Installed-Size": "10", **({"Depends": depends} if depends else {}),
+        }  # fmt: skip
+        (control / "control").write_text("".join(f"{k}: {v}\n" for k, v in fields.items()))
+        for script, text in scripts.items():
+            (control / script).write_text(text)
+            (control / script).chmod(0o755)
+        for path, content in (files or {}).items():
+            target = work / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, Path):
+                shutil.copyfile(content, target)
+            else:
+                target.write_bytes(content.encode() if isinstance(content, str) else content)
+        for path, goal in (links or {}).items():
+            (work / path).parent.mkdir(parents=True, exist_ok=True)
+            (work / path).symlink_to(goal)
+        file = self.root / "srv/repo" / f"{name}_{version.replace(':', '%3a')}.deb"
+        _quietly("dpkg-deb", "-Znone", "--root-owner-group", "-b", str(work), str(file))
+        self.offered[f"{name}={version}"] = file.name
+
+    def offer_kernel(self, release: str, version: str, *, headers: bool = True) -> None:
+        """Image, headers and metas of one kernel; DKMS has built its stock modules."""
+        series = "linux-kbuild-6.8"
+        made = self.root.parent / "stock" / release
+        files: dict[str, str | bytes | Path] = {
+            f"boot/vmlinuz-{release}": "placeholder kernel image",
+            f"usr/lib/modules/{release}/modules.order": "kernel/net/dummy.ko\n",
+            f"usr/lib/modules/{release}/modules.builtin": "",
+            f"usr/lib/modules/{release}/kernel/net/dummy.ko": toys.toy_module(
+                made / "dummy.ko", name="dummy", release=release
+            ),
+        }
+        for name in toys.NAMES:
+            files[f"usr/lib/modules/{release}/updates/dkms/{name}.ko"] = toys.toy_module(
+                made / f"{name}.ko", name=name, release=release, seed=f"stock {name}"
+            )
+        postinst = _KERNEL_POSTINST.format(release=release)
+        self.offer(
+            f"linux-image-{release}", version, files=files, postinst=postinst,
+            postrm=f"#!/bin/sh\nrm -rf /lib/modules/{release}\nupdate-grub\n",
+        )  # fmt: skip
+        self.offer("linux-image-generic", version, depends=f"linux-image-{release}")
+        self.offer(series, version, files={f"usr/lib/{series}/scripts/note": version})
+        if headers:
+            folder = f"usr/src/linux-headers-{release}"
+            self.offer(
+                f"linux-headers-{release}", version, depends=f"{series} (>= {version})",
+                files={f"{folder}/{name}": text for name, text in _headers(release).items()},
+                links={f"usr/lib/modules/{release}/build": f"/{folder}"},
+            )  # fmt: skip
+            self.offer("linux-headers-generic", version, depends=f"linux-headers-{release}")
+
+    def offer_driver(self, version: str) -> None:
+        """The userland of one driver version."""
+        folder = "usr/lib/x86_64-linux-gnu"
+        self.offer(
+            "libnvidia-ml1", f"{version}-1", files={f"{folder}/libnvidia-ml.so.{version}": ""},
+            links={f"{folder}/libnvidia-ml.so.1": f"libnvidia-ml.so.{version}"},
+        )  # fmt: skip
+        self.offer("nvidia-driver", f"{version}-1", depends=f"libnvidia-ml1 (= {version}-1)")
+
+    def update(self) -> None:
+        """Index the repository and let apt read it."""
+        stanzas = []
+        for name in self.offered.values():
+            file = self.root / "srv/repo" / name
+            control = _quietly("dpkg-deb", "-f", str(file))
+            digest = _quietly("sha256sum", str(file)).split()[0]
+            size = file.stat().st_size
+            stanzas.append(f"{control}Filename: ./{name}\nSize: {size}\nSHA256: {digest}\n")
+        (self.root / "srv/repo/Packages").write_text("\n".join(stanzas))
+        self.inside("apt-get", "update", "-q")
+
+    def inside(self, *argv: str, check: bool = True) -> str:
+        """A program of the root."""
+        done = subprocess.run(
+            ["chroot", self.root, *argv],
+            env={"PATH": "/usr/sbin:/usr/bin", "DEBIAN_FRONTEND": "noninteractive"},
+            text=True, capture_output=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 or not check, f"{argv}:\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def install(self, *words: str) -> None:
+        self.inside("apt-get", "install", "-y", "-q", *words)
+
+    def installed(self) -> dict[str, str]:
+        """Package -> version, of those that are installed."""
+        text = self.inside("dpkg-query", "-W", "-f", "${db:Status-Status} ${Package} ${Version}\n")
+        words = [line.split() for line in text.splitlines()]
+        return {name: version for state, name, version in words if state == "installed"}
+
+    def held(self) -> set[str]:
+        return set(self.inside("apt-mark", "showhold").split())
+
+    def selections(self) -> str:
+        return self.inside("dpkg", "--get-selections", "*")
+
+    def window(self) -> Path:
+        return self.path("/var/lib/gpuguard/window.json")
+
+    def reboot(self, release: str) -> None:
+        """As if the machine had come up with this kernel."""
+        toys.set_running(self.root, release)
+        boot_id = self.path("/proc/sys/kernel/random/boot_id")
+        boot_id.parent.mkdir(parents=True, exist_ok=True)
+        boot_id.write_text(f"{os.urandom(8).hex()}\n")
+
+
+def _headers(release: str) -> dict[str, str]:
+    """All files that kbuild needs, none of which works."""
+    return {
+        "Makefile": "# kbuild\n",
+        ".config": f'CONFIG_X86_64=y\nCONFIG_CC_VERSION_TEXT="{gcc_text()}"\n',
+        "Module.symvers": f"0x01\tmodule_layout\tvmlinux\tEXPORT_SYMBOL\t{release}\n",
+        "include/config/auto.conf": "",
+        "include/generated/autoconf.h": "",
+        "include/generated/utsrelease.h": f'#define UTS_RELEASE "{release}"\n',
+        "scripts/basic/fixdep": "",
+        "scripts/mod/modpost": "",
+    }
+
+
+@pytest.fixture
+def window_box(empty_root: Path) -> Iterator[WindowBox]:
+    """K1 is installed and patched, runs, and is on hold with the driver; K2 is offered."""
+    with mounted_root(empty_root):
+        box = furnished(empty_root)
+        yield box
+
+
+class mounted_root:  # noqa: N801 - reads like open()
+    """A root with this machine's programs, and nothing of its packages."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __enter__(self) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("needs root: chroot and mount")
+        root, upper, scratch = (self.root, self.root.parent / "upper", self.root.parent / "scratch")
+        for folder in (root / "usr", root / "dev", upper / "lib", upper / "sbin", scratch):
+            folder.mkdir(parents=True)
+        for name in ("bin", "sbin", "lib", "lib64"):
+            (root / name).symlink_to(f"usr/{name}")
+        options = f"lowerdir=/usr,upperdir={upper},workdir={scratch}"
+        done = subprocess.run(
+            ["mount", "-t", "overlay", "overlay", "-o", options, root / "usr"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            pytest.skip(f"an overlay cannot be mounted here: {done.stderr.strip()}")
+        _quietly("mount", "--bind", "/dev", str(root / "dev"))
+        for path in (root / "usr/lib/modules", root / "usr/src"):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+        for path in (root / "usr/lib").glob("*/libnvidia*"):
+            path.unlink()
+
+    def __exit__(self, *_: object) -> None:
+        for name in ("dev", "usr"):
+            subprocess.run(["umount", "-l", self.root / name], check=False)
+
+
+def furnished(root: Path) -> WindowBox:
+    furnish(root)
+    box = WindowBox(root)
+    for folder in _FOLDERS:
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    (root / "tmp").chmod(0o1777)
+    for name in _FROM_HERE:
+        source, target = Path("/", name), root / name
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True)
+        elif source.exists():
+            shutil.copyfile(source, target)
+    (root / "etc/apt/apt.conf.d/00toys").write_text(_APT_CONF)
+    (root / "etc/apt/sources.list").write_text("deb [trusted=yes] file:/srv/repo ./\n")
+    (root / "var/lib/dpkg/status").touch()
+    script = root / "usr/sbin/update-grub"
+    script.write_text(textwrap.dedent(_UPDATE_GRUB))
+    script.chmod(0o755)
+    for old in (root / "usr/lib/x86_64-linux-gnu").glob("libnvidia-ml*"):
+        old.unlink()
+    box.offer_kernel(K1, "1")
+    box.offer_driver(toys.VERSION)
+    box.update()
+    box.install("linux-image-generic", "linux-headers-generic", "nvidia-driver")
+    for release in (K1, K2):
+        box.compile_to(release)
+    box.reboot(K1)
+    box.rebuilt()
+    assert box.run("hold").status == 0
+    box.offer_kernel(K2, "2")
+    box.update()
+    return box
+
+
+def _architecture() -> str:
+    return _quietly("dpkg", "--print-architecture").strip()
+
+
+def _quietly(*argv: str) -> str:
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
