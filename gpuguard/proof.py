@@ -9,7 +9,7 @@ from typing import Any
 from gpuguard.errors import StateError
 from gpuguard.host import Host
 from gpuguard.host.reading import read_bytes, read_text
-from gpuguard.state import PROOF_FILE
+from gpuguard.state import GATE_FILE, PROOF_FILE
 
 _SCHEMA = 1
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -81,3 +81,43 @@ def read_proof(host: Host) -> Proof | None:
     except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"{PROOF_FILE} cannot be used: {error}") from error
     return proof if is_known and proof.boot_id == boot_id(host) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """What the gate said, open or shut; ``message`` is its line."""
+
+    boot_id: str
+    created: str  # RFC 3339, UTC
+    verdict: str
+    message: str
+
+
+def write_gate_result(host: Host, result: GateResult) -> None:
+    """Keep it for those who show it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps({"schema": _SCHEMA, **asdict(result)}, indent=1).encode() + b"\n"
+    host.replace_file(GATE_FILE, text, mode=0o644)
+
+
+def read_gate_result(host: Host) -> GateResult | None:
+    """What the gate said since *this* boot; None: it has not run.
+
+    Raises:
+        ProbeError: it cannot be read.
+        StateError: it is no such file.
+    """
+    content = read_bytes(host, GATE_FILE, max_bytes=1 << 20)
+    if content is None:
+        return None
+    try:
+        document: dict[str, Any] = json.loads(content)
+        known = {name: str(document[name]) for name in GateResult.__dataclass_fields__}
+        is_known = document["schema"] == _SCHEMA
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{GATE_FILE} cannot be used: {error}") from error
+    result = GateResult(**known)
+    return result if is_known and result.boot_id == boot_id(host) else None

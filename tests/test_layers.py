@@ -19,6 +19,7 @@ _BASE = frozenset({"errors", "core", "state"})
 _CONFIG = frozenset({"config", "config_yaml", "config_check", "config_file"})
 _RECORDS = frozenset(
     {"records", "accepted", "proof", "left_alone", "last_run", "window", "ledger", "setup_record"}
+    | {"tally", "deep_record"}
 )
 _TREE = _BASE | _CONFIG | _RECORDS | {"host"}
 _ACT = frozenset({"probes", "build", "apply"})
@@ -38,6 +39,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "records": _BASE | {"host", "left_alone"},
     "accepted": _BASE | {"host"},
     "proof": _BASE | {"host"},
+    "tally": _BASE | {"host"},
+    "deep_record": _BASE | {"host"},
     "left_alone": _BASE | {"host"},
     "last_run": _BASE | {"host"},
     "window": _BASE | {"host"},

@@ -47,6 +47,7 @@ _VERBS = {
     "backups": "gpuguard.cli.backups:backups",
     "rollback": "gpuguard.cli.backups:rollback",
     "setup": "gpuguard.cli.setup:setup",
+    "apt-check": "gpuguard.cli.apt_check:apt_check",
     "hold": "gpuguard.cli.holds:hold",
     "unhold": "gpuguard.cli.holds:unhold",
     "holds": "gpuguard.cli.holds:holds",
@@ -59,7 +60,7 @@ _VERBS = {
 
 app = typer.Typer(
     name="gpuguard",
-    cls=lazy_group(_VERBS),
+    cls=lazy_group(_VERBS, hidden=("apt-check",)),
     help=_HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

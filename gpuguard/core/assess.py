@@ -25,11 +25,16 @@ from gpuguard.core.stray import stray_findings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reboot:
-    """Whether a reboot is due, and whether it may happen now."""
+    """Whether a reboot is due, and whether it may happen now.
+
+    ``causes`` says why it is due: ``kernel``, ``modules``, ``userland``; ``reasons`` in words, and
+    why it is not safe.
+    """
 
     required: bool
     safe: bool
     reasons: tuple[str, ...]
+    causes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,18 +265,21 @@ def _running_nvidia(facts: HostFacts) -> ResolvedModule | None:
 
 
 def _reboot(facts: HostFacts, judged: dict[str, tuple[Obstacle, ...]], loaded: str) -> Reboot:
-    reasons = []
+    due = {}
     if facts.running and facts.next.release and facts.running != facts.next.release:
-        reasons.append(f"the next boot starts {facts.next.release}, {facts.running} is running")
+        due["kernel"] = f"the next boot starts {facts.next.release}, {facts.running} is running"
     driver = facts.driver
     if _patched_on_disk_is_another(facts, loaded):
-        reasons.append("patched modules are installed, the loaded one is another")
+        due["modules"] = "patched modules are installed, the loaded one is another"
     if driver.loaded and driver.userland and driver.loaded != driver.userland:
-        reasons.append(f"userland is {driver.userland}, the loaded module is {driver.loaded}")
-    required = bool(reasons)
+        due["userland"] = f"userland is {driver.userland}, the loaded module is {driver.loaded}"
     found = judged.get(facts.next.release or "")
-    safe = found == () and facts.interrupted is None
-    return Reboot(required=required, safe=safe, reasons=(*_not_safe(facts, found), *reasons))
+    return Reboot(
+        required=bool(due),
+        safe=found == () and facts.interrupted is None,
+        reasons=(*_not_safe(facts, found), *due.values()),
+        causes=tuple(due),
+    )
 
 
 def _not_safe(facts: HostFacts, found: tuple[Obstacle, ...] | None) -> Iterator[str]:

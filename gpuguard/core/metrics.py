@@ -250,7 +250,7 @@ METRICS = (
     Metric(
         "gpuguard_p2p_collective_verdict", "gauge", "All-reduce with P2P on against off.",
         ("verdict",), Probe.COLLECTIVE,
-        "verdict: healthy, hang, wrong_data, inconclusive; 1 for the one that holds",
+        "verdict: healthy, hang, wrong_data, transfer_error, inconclusive; 1 for the one",
     ),
     # --- textfile
     Metric(

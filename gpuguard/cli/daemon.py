@@ -1,0 +1,41 @@
+"""The daemon's own process, which ``gpuguard serve`` becomes.
+
+What the command line needs (typer, pydantic) would stay in memory for as long as the daemon runs,
+15 MB of it: so it is left behind by executing this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from gpuguard.daemon.looker import StoppableHost
+from gpuguard.daemon.loop import Daemon
+from gpuguard.errors import GpuguardError
+
+
+def main() -> None:
+    """Serve; the one argument is ``{"root", "config_file", "listen"}``."""
+    wanted = json.loads(sys.argv[1])
+    daemon = Daemon(StoppableHost(wanted["root"]), wanted["config_file"], wanted["listen"])
+    status = 0
+    try:
+        daemon.run()
+    except GpuguardError as error:
+        status = error.exit_status
+        _report(error)
+    if daemon.is_stuck:  # a thread that hangs in the kernel must not keep the process
+        os._exit(status)
+    sys.exit(status)
+
+
+def _report(error: GpuguardError) -> None:
+    lines = [f"gpuguard: {error.message} [{error.code}]"]
+    lines += [f"  | {line}" for line in error.detail.splitlines()]
+    lines += [f"  -> {line}" for line in error.hint.splitlines()]
+    print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - typer is left behind
+
+
+if __name__ == "__main__":
+    main()
