@@ -76,7 +76,7 @@ class HoldBox(Box):
                 files |= {f"etc/{name}.conf": "#\n", "DEBIAN/conffiles": f"/etc/{name}.conf\n"}
             make_tree(Path(folder), files)
             Path(folder).chmod(0o755)
-            command = ["dpkg-deb", "--root-owner-group", "-Znone", "--build", folder, target]
+            command = ["dpkg-deb", "--root-owner-group", "-Znone", "--build", folder, str(target)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return target
 
