@@ -67,6 +67,7 @@ def state(root: Path) -> dict[str, Any]:
 def main() -> None:
     before, kind = Path(sys.argv[1]), sys.argv[2]
     prepare(before, kind)
+    tempfile.gettempdir()  # finds out by writing a file, once a process
     with tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as work:
         result = kill_everywhere(before, kind, Path(work) / "now")
     sys.stdout.write(json.dumps(result) + "\n")

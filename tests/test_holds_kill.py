@@ -13,7 +13,7 @@ import pytest
 from tests.holds_kit import make_hold_box, needs_tools
 
 HERE = Path(__file__).parent
-pytestmark = [needs_tools, pytest.mark.slow]
+pytestmark = needs_tools
 
 
 @pytest.fixture(scope="module")
