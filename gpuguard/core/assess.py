@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gpuguard.core.automation import automation_findings
 from gpuguard.core.facts import (
     HostFacts,
     Identity,
@@ -77,6 +78,7 @@ def assess(facts: HostFacts, policy: Policy) -> Assessment:
         *stray_findings(facts),
         *_loaded_findings(facts, loaded, granted=healthy is True),
         *_p2p_findings(facts, grant),
+        *automation_findings(facts.automation),
         *hold_findings(facts.holds, holds, enforced=policy.holds.enforce),
     )
     return Assessment(

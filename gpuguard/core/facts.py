@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gpuguard.core.automation import AutomationFacts
 from gpuguard.core.holds import HoldFacts
 
 #: Canonical names, as loaded. What the files are called differs (``nvidia-current-open-drm.ko``).
@@ -284,6 +285,7 @@ class HostFacts:
     p2p: P2pFacts = field(default_factory=P2pFacts)
     pci_gpus: tuple[str, ...] = ()  # PCI bus ids of NVIDIA display devices
     holds: HoldFacts = field(default_factory=HoldFacts)
+    automation: AutomationFacts | None = None  # None: nothing was set up
     modules_config: str = ""  # fingerprint of depmod.d and modprobe.d: decides who wins
     interrupted: str | None = None  # a change that was killed and not yet cleaned up after
     blacklisted: tuple[tuple[str, str], ...] = ()  # (module, file): not loaded by itself

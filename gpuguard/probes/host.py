@@ -22,6 +22,7 @@ from gpuguard.errors import GpuguardError, ProbeError, StateError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.left_alone import left_alone_since
+from gpuguard.probes.automation import probe_automation
 from gpuguard.probes.bootloader import probe_next_kernel
 from gpuguard.probes.dkms import probe_dkms
 from gpuguard.probes.dpkg import read_packages
@@ -78,6 +79,7 @@ def probe_host(
         blacklisted=_blacklisted(host),
         dkms=_dkms(host) if with_dkms else (),
         holds=probe_holds(host, packages),
+        automation=probe_automation(host),
     )
 
 

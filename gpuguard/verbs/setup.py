@@ -29,9 +29,9 @@ from gpuguard.core.setup import (
     plan_setup,
     started_units,
 )
-from gpuguard.errors import PreflightError, StateError, UsageError
+from gpuguard.errors import PreflightError, UsageError
 from gpuguard.host import Host
-from gpuguard.host.files import sha256_file
+from gpuguard.probes.automation import mark_of
 from gpuguard.setup_record import read_setup, setup_bytes
 from gpuguard.state import SETUP_FILE
 from gpuguard.verbs import units
@@ -220,28 +220,6 @@ def _files(top: Traversable, folder: str) -> list[Traversable]:
 def _found(host: Host, wanted: Sequence[Item], record: Record | None) -> dict[str, str | None]:
     paths = {item.path for item in wanted} | set(record.marks if record is not None else ())
     return {path: mark_of(host, path) for path in paths}
-
-
-def mark_of(host: Host, path: str) -> str | None:
-    """What is at a path, as ``Item.mark`` has it; None: nothing.
-
-    Raises:
-        StateError: it cannot be read.
-    """
-    real = host.path(path, follow=False)
-    try:
-        status = real.lstat()
-        if stat.S_ISLNK(status.st_mode):
-            return f"link {real.readlink()}"
-        if not stat.S_ISREG(status.st_mode):
-            return "odd"
-        return f"{stat.S_IMODE(status.st_mode):04o} {sha256_file(real)}"
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise StateError(
-            f"{path} cannot be read: {error.strerror}", hint="run gpuguard as root"
-        ) from error
 
 
 def _apply(host: Host, plan: SetupPlan) -> None:
