@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gpuguard.core.expectation import Expectation, Origin, find, normal_card
 from gpuguard.core.facts import Gpu, P2pFacts, P2pPair
 from gpuguard.core.findings import Finding, Severity
-from gpuguard.core.p2p_reasons import FAILED, NO_DEVICES, REMEDIES
+from gpuguard.core.p2p_reasons import FAILED, NO_DEVICES, NO_DRIVER, REMEDIES
 
 #: Legend of ``nvidia-smi topo -p2p``; what an operator should think of first.
 MEANING = {
@@ -52,6 +52,12 @@ class Grant:
         return self.p2p.source is None and self.p2p.reason == NO_DEVICES
 
     @property
+    def wants_none(self) -> bool:
+        """True if the operator says that there is no card, and there is none."""
+        nothing = self.p2p.source is None and self.p2p.reason in (NO_DRIVER, NO_DEVICES)
+        return nothing and self.expected.number == 0
+
+    @property
     def short(self) -> int:
         """How many expected cards are known to be missing; 0 also if nobody could look."""
         looked = self.p2p.source is not None or self.sees_none
@@ -84,6 +90,8 @@ def p2p_healthy(grant: Grant) -> bool | None:
     """True only if every ordered pair of all expected cards is OK; None: nobody answered."""
     if grant.short or grant.p2p.lost:
         return False
+    if grant.wants_none:
+        return True
     if grant.p2p.source is None:
         return None
     if not grant.seen and grant.expected.number != 0:
@@ -95,6 +103,8 @@ def p2p_findings(grant: Grant) -> Iterator[Finding]:
     """Lost pairs, missing cards, and answers that could not be had."""
     if grant.short:
         yield _missing(grant, grant.short)
+    elif grant.wants_none:
+        return
     elif grant.p2p.source is None or (not grant.seen and grant.expected.number != 0):
         yield _unknown(grant)
     yield from _unreachable(grant)

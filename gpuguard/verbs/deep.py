@@ -7,6 +7,7 @@ Needs the running system: bytes cannot be moved on a directory tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from gpuguard.core.deep_findings import DEFAULT_REGRESSED_BELOW, judge
 from gpuguard.deep.baseline import read_baseline, write_baseline
 from gpuguard.deep.course import DeepRequest, run_course
 from gpuguard.deep.supervise import COMMAND
+from gpuguard.deep_record import write_deep_record
 from gpuguard.errors import UsageError
 from gpuguard.host import Host
 from gpuguard.verbs.clock import now
@@ -83,13 +85,17 @@ def deep_verify(
     accepted = accept and acceptable and judgement.healthy is True
     if accepted:
         write_baseline(host, facts.pairs, length=longest, accepted=now())
-    return DeepOutcome(
+    outcome = DeepOutcome(
         facts=facts,
         judgement=judgement,
         asked=accept,
         accepted=accepted,
         baseline=None if baseline else _no_baseline(length),
     )
+    if facts.problem is None and not (request and request.only):
+        with suppress(OSError):  # an ordinary user's look has no metrics
+            write_deep_record(host, outcome.document)
+    return outcome
 
 
 def _no_baseline(length: int | None) -> str | None:

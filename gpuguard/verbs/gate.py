@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 from gpuguard.core.expectation import Expectation
+from gpuguard.core.gate import gate_line, is_open
 from gpuguard.core.verify import Verification, VerifyFacts
 from gpuguard.core.verify import verify as judge
+from gpuguard.errors import StateError
 from gpuguard.host import Host
 from gpuguard.host.reading import list_dir
 from gpuguard.probes.kernels import probe_running
 from gpuguard.probes.p2p import probe_pci_gpus
-from gpuguard.proof import Proof, boot_id, remove_proof, write_proof
+from gpuguard.proof import (
+    GateResult,
+    Proof,
+    boot_id,
+    remove_proof,
+    write_gate_result,
+    write_proof,
+)
 from gpuguard.verbs.clock import now
 from gpuguard.verbs.verify import look_at_p2p
+from gpuguard.verbs.window import close_after_boot
 
 _NODE = re.compile(r"nvidia\d+")
 _DRIVEN = "/proc/driver/nvidia/gpus"
@@ -25,11 +36,11 @@ _FOR_CLIENTS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """What the gate found. ``nodes``: they were all there; ``notes``: for the log."""
+    """What the gate found. ``line``: in one sentence; ``notes``: what else is to be told."""
 
     facts: VerifyFacts
     verification: Verification
-    nodes: bool
+    line: str
     notes: tuple[str, ...] = ()
 
 
@@ -37,6 +48,7 @@ def pass_gate(host: Host, expected: Expectation, *, wait: float, timeout: float)
     """Verify once the nodes are there or ``wait`` seconds are over; keep or remove the proof.
 
     What has not come by then is for the verification to judge: NVML makes missing nodes itself.
+    A maintenance window that waited for this boot is closed with what was found.
 
     Raises:
         ProbeError: the PCI bus cannot be read.
@@ -46,9 +58,34 @@ def pass_gate(host: Host, expected: Expectation, *, wait: float, timeout: float)
     nodes = wait_for_nodes(host, expected, wait)
     facts = look_at_p2p(host, expected, timeout=timeout)
     verification = judge(facts)
-    if verification.exit_status == 0:
-        write_proof(host, _proof(host, facts, verification))
-    return Passage(facts=facts, verification=verification, nodes=nodes)
+    proof = _proof(host, facts, verification) if is_open(verification) else None
+    if proof is not None:
+        write_proof(host, proof)
+    line = gate_line(facts, verification, nodes=nodes)
+    record_result(host, verification.verdict, line)
+    notes = _close_window(host, verification, proof)
+    return Passage(facts=facts, verification=verification, line=line, notes=notes)
+
+
+def record_result(host: Host, verdict: str, message: str) -> None:
+    """What the gate said, for metrics and page; that it cannot be kept shuts no gate."""
+    result = GateResult(boot_id=boot_id(host), created=now(), verdict=verdict, message=message)
+    with suppress(OSError):
+        write_gate_result(host, result)
+
+
+def _close_window(host: Host, verification: Verification, proof: Proof | None) -> tuple[str, ...]:
+    try:
+        window = close_after_boot(
+            host, verification.verdict.value, None if proof is None else asdict(proof)
+        )
+    except StateError as error:  # P2P is as it is, whatever our records are
+        return (f"the maintenance window's record could not be closed: {error.message}",)
+    if window is None:
+        return ()
+    changes = ", ".join(f"{c.name} {c.old or 'new'} -> {c.new or 'gone'}" for c in window.changes)
+    proven = "P2P is proven" if proof is not None else "P2P is NOT proven"
+    return (f"maintenance window {window.id} is closed, {proven}; it changed: {changes or '-'}",)
 
 
 def wait_for_nodes(host: Host, expected: Expectation, seconds: float) -> bool:

@@ -44,6 +44,7 @@ from gpuguard.probes.headers import headers_fingerprint
 from gpuguard.probes.modules_config import modules_config_fingerprint
 from gpuguard.records import forget_failure, record_files, record_path, write_failure
 from gpuguard.state import module_tree
+from gpuguard.tally import tallied
 from gpuguard.verbs.clock import now
 from gpuguard.verbs.inspect import Planned, look
 
@@ -120,7 +121,8 @@ def _carry_out(
             return _refresh(step, host, config, _kernel(planned.facts, step.release))
         case Rebuild():
             kernel = _kernel(planned.facts, step.release)
-            return _rebuild(step, host, config, kernel, planned, progress)
+            with tallied(host):
+                return _rebuild(step, host, config, kernel, planned, progress)
 
 
 def _rebuild(

@@ -1,0 +1,167 @@
+"""`gpuguard serve` on 8 simulated cards and 5 kernels: memory, CPU time, scrapes, series."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.figures import Figures
+from gpuguard.demo.driver import install_driver
+from tests import toys
+from tests.p2pbox import P2pBox, program_environment
+
+_CARDS = 8
+_KERNELS = tuple(f"6.8.0-{abi}-generic" for abi in range(90, 95))
+_SCRAPE_SECONDS = 15.0
+_INTERVAL_SECONDS = 60
+_SECONDS = float(os.environ.get("GPUGUARD_BENCH_SECONDS", "600"))
+_RATE, _BURST_SECONDS, _CLIENTS = 50, 20.0, 5
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PERCENTILE = 0.99
+
+
+def measure(figures: Figures) -> None:
+    """Ten quiet minutes with a scrape every 15 s, then 50 scrapes a second."""
+    with tempfile.TemporaryDirectory(prefix="gpuguard-bench-") as folder:
+        root = Path(folder) / "host"
+        _make_tree(root)
+        with _daemon(root) as (pid, port):
+            before = _cpu_seconds(pid)
+            began = time.monotonic()
+            while (left := began + _SECONDS - time.monotonic()) > 0:
+                _scrape(port)
+                time.sleep(min(_SCRAPE_SECONDS, left))
+            seconds = time.monotonic() - began
+            spent = [now - then for now, then in zip(_cpu_seconds(pid), before, strict=True)]
+            resident = _resident_mib(pid)
+            series = _series(port)
+            waits = sorted(_burst(port))
+            peak = _resident_mib(pid, "VmHWM:")
+    method = (
+        f"{_CARDS} simulated cards, {len(_KERNELS)} kernels of 5 modules, nothing changes; "
+        f"{seconds:.0f} s from the first observation on, a scrape every {_SCRAPE_SECONDS:g} s, an "
+        f"observation every {_INTERVAL_SECONDS} s; own time {spent[0]:.2f} s, ended children "
+        f"(NVML by the real binding) {spent[1]:.2f} s"
+    )
+    share = sum(spent) / seconds * 100
+    figures.add("daemon: CPU, children included", [share], "%", bound=0.2, method=method)
+    figures.add(
+        "daemon: resident memory", [resident], "MiB", bound=45, method="VmRSS after that time"
+    )
+    figures.add("daemon: peak memory", [peak], "MiB", method="VmHWM after everything, one process")
+    figures.add("daemon: series", [float(series)], "series", bound=399, method="lines of /metrics")
+    figures.add(
+        "daemon: /metrics p99", [waits[int(len(waits) * _PERCENTILE)] * 1000], "ms", bound=10,
+        method=f"{len(waits)} scrapes at {_RATE} a second by {_CLIENTS} clients on connections "
+        f"that they keep; worst {waits[-1] * 1000:.1f} ms",
+    )  # fmt: skip
+
+
+def _make_tree(root: Path) -> None:
+    for release in _KERNELS:
+        toys.toy_kernel(root, release)
+        toys.stock_modules(root, release)
+    P2pBox(root, _CARDS).configure()
+    install_driver(root)
+    toys.set_next(root, _KERNELS[-1])
+    toys.set_running(root, _KERNELS[0])
+    (root / "etc/gpuguard/gpuguard.d").mkdir()
+    interval = f"serve:\n  interval_seconds: {_INTERVAL_SECONDS}\n"
+    (root / "etc/gpuguard/gpuguard.d/serve.yaml").write_text(interval)
+
+
+@contextmanager
+def _daemon(root: Path) -> Iterator[tuple[int, int]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "gpuguard", "--root", str(root), "serve"]
+    process = subprocess.Popen(
+        [*command, "--listen", f"127.0.0.1:{port}"],
+        env=program_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        _await_ready(port)
+        yield process.pid, port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(10)
+
+
+def _await_ready(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            if _get(port, "/-/ready")[0] == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(0.1)
+    raise TimeoutError("the daemon is not ready within 60 s")
+
+
+def _get(port: int, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def _scrape(port: int) -> bytes:
+    status, body = _get(port, "/metrics")
+    assert status == 200
+    return body
+
+
+def _series(port: int) -> int:
+    return sum(not line.startswith(b"#") for line in _scrape(port).splitlines())
+
+
+def _burst(port: int) -> list[float]:
+    waits: list[float] = []
+    clients = [threading.Thread(target=_client, args=(port, waits)) for _ in range(_CLIENTS)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    return waits
+
+
+def _client(port: int, waits: list[float]) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    pause = _CLIENTS / _RATE
+    began = time.monotonic()
+    for number in range(int(_BURST_SECONDS / pause)):
+        time.sleep(max(0.0, began + number * pause - time.monotonic()))
+        asked = time.monotonic()
+        connection.request("GET", "/metrics")
+        assert connection.getresponse().read()
+        waits.append(time.monotonic() - asked)
+    connection.close()
+
+
+def _cpu_seconds(pid: int) -> tuple[float, float]:
+    """Own time, and that of children that have ended and were waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    own, children = sum(map(int, fields[11:13])), sum(map(int, fields[13:15]))
+    return own / _TICKS, children / _TICKS
+
+
+def _resident_mib(pid: int, field: str = "VmRSS:") -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise ValueError(field)
