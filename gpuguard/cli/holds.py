@@ -57,7 +57,8 @@ def unhold(ctx: typer.Context, *, packages: Names = None, dry_run: DryRun = Fals
     hold that somebody else set is refused. For an upgrade use gpuguard upgrade: it holds again.
     """
     context: Context = ctx.obj
-    config = read_config(context.host, context.config_file)
+    # a broken configuration must not keep packages on hold: only how long to wait is read from it
+    config, _ = configured(context.host, context.config_file)
     if dry_run:
         _say_plan(context, verbs.preview(context.host, config, packages or None, lift=True))
         return
