@@ -37,7 +37,6 @@ _FIELDS = 9
 class Objection:
     """One reason against the transaction, and what to do about it."""
 
-    code: str
     message: str
     remedy: str
 
@@ -78,14 +77,12 @@ def objections(
     what = _subject(upgrade, driver)
     if what is not None:
         found += [
-            Objection(code="source", message=f"{what}: {message}", remedy=remedy)
-            for message, remedy in source
+            Objection(message=f"{what}: {message}", remedy=remedy) for message, remedy in source
         ]
     lacking = [r for r in new if not upgrade.has_headers(r) and r not in set(headers)]
     for release in lacking:
         found.append(
             Objection(
-                code="headers",
                 message=f"kernel {release} comes without its headers",
                 remedy=f"install linux-headers-{release} with it",
             )

@@ -41,9 +41,9 @@ def automation_findings(facts: AutomationFacts | None) -> Iterator[Finding]:
         return
     if facts.problem is not None:
         yield _finding(
-            "automation-unknown",
-            f"whether gpuguard still works by itself could not be told: {facts.problem}",
-            "as root: gpuguard status; then gpuguard setup",
+            code="automation-unknown",
+            message=f"whether gpuguard still works by itself could not be told: {facts.problem}",
+            remedy="as root: gpuguard status; then gpuguard setup",
             severity=Severity.UNKNOWN,
         )
     yield from _hooks(facts)
@@ -54,17 +54,19 @@ def automation_findings(facts: AutomationFacts | None) -> Iterator[Finding]:
 def _hooks(facts: AutomationFacts) -> Iterator[Finding]:
     if not facts.program_is_there:
         yield _finding(
-            "hook-dead",
-            f"hooks and units call {facts.program}, which is not there (or no program)",
-            f"install gpuguard there again, or run {_AGAIN} from where it is now",
+            code="hook-dead",
+            message=f"hooks and units call {facts.program}, which is not there (or no program)",
+            remedy=f"install gpuguard there again, or run {_AGAIN} from where it is now",
         )
     elif facts.faults:
         named = ", ".join(f"{path} is {why}" for path, why in facts.faults)
         yield _finding(
-            "hook-dead",
-            f"a hook may not work: {named}",
-            f"{_AGAIN} --force" if any(why == "changed" for _, why in facts.faults) else _AGAIN,
-            **dict(facts.faults),
+            code="hook-dead",
+            message=f"a hook may not work: {named}",
+            remedy=f"{_AGAIN} --force"
+            if any(why == "changed" for _, why in facts.faults)
+            else _AGAIN,
+            evidence=dict(facts.faults),
         )
 
 
@@ -73,16 +75,18 @@ def _units(facts: AutomationFacts) -> Iterator[Finding]:
     if dead:
         named = ", ".join(f"{unit} is {state}" for unit, state in dead.items())
         yield _finding(
-            "automation-off",
-            f"gpuguard does not do all of its work by itself: {named}",
-            f"{_AGAIN} --force" if facts.disabled else f"see systemctl status UNIT; then {_AGAIN}",
-            **dead,
+            code="automation-off",
+            message=f"gpuguard does not do all of its work by itself: {named}",
+            remedy=f"{_AGAIN} --force"
+            if facts.disabled
+            else f"see systemctl status UNIT; then {_AGAIN}",
+            evidence=dead,
         )
     if not facts.is_configured:
         yield _finding(
-            "automation-off",
-            "there is no configuration, so nothing is rebuilt by itself",
-            "gpuguard config init",
+            code="automation-off",
+            message="there is no configuration, so nothing is rebuilt by itself",
+            remedy="gpuguard config init",
         )
 
 
@@ -93,19 +97,19 @@ def _runs(facts: AutomationFacts) -> Iterator[Finding]:
     if is_settled and facts.idle_seconds >= STALE_SECONDS:
         hours = int(facts.idle_seconds // 3600)
         yield _finding(
-            "automation-stale",
-            f"no automatic run has come to its end for {hours} hours; one is due every 6",
-            "see why: systemctl status gpuguard-rebuild.timer gpuguard-rebuild.service",
+            code="automation-stale",
+            message=f"no automatic run has come to its end for {hours} hours; one is due every 6",
+            remedy="see why: systemctl status gpuguard-rebuild.timer gpuguard-rebuild.service",
         )
 
 
 def _finding(
+    *,
     code: str,
     message: str,
     remedy: str,
-    *,
     severity: Severity = Severity.WARNING,
-    **evidence: str,
+    evidence: dict[str, str] | None = None,
 ) -> Finding:
     return Finding(
         code=code,
@@ -113,5 +117,5 @@ def _finding(
         subject="gpuguard",
         message=message,
         remedy=remedy,
-        evidence=evidence,
+        evidence=evidence or {},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from gpuguard.core.setup import (
     plan_setup,
     started_units,
 )
-from gpuguard.errors import PreflightError, UsageError
+from gpuguard.errors import CommandError, PreflightError, UsageError
 from gpuguard.host import Host
 from gpuguard.probes.automation import mark_of
 from gpuguard.setup_record import read_setup, setup_bytes
@@ -250,9 +251,17 @@ def _missing_account(host: Host, config: Config | None) -> str | None:
 
 def _make_account(host: Host, name: str) -> None:
     where = () if host.is_live else ("--prefix", str(host.root))
-    host.run(
+    words = (
         "useradd", *where, "--system", "--user-group", "--no-create-home",
         "--home-dir", "/nonexistent", "--shell", "/usr/sbin/nologin",
         "--comment", "gpuguard compiles as this account", name,
-        timeout=_ACCOUNT_SECONDS,
     )  # fmt: skip
+    try:
+        host.run(*words, timeout=_ACCOUNT_SECONDS)
+    except CommandError as error:
+        raise PreflightError(
+            f"the account {name} could not be made: {error.message}",
+            code="account-failed",
+            hint=f"make it by hand, then try again: {shlex.join(words)}",
+            detail=error.detail,
+        ) from error
