@@ -10,19 +10,25 @@ from typing import Any
 from gpuguard.errors import StateError
 from gpuguard.host import Host
 from gpuguard.host.reading import read_bytes
-from gpuguard.state import DEEP_FILE
+from gpuguard.state import DEEP_FILE, STATE_DIR
 
 _SCHEMA = 1
 
 
-def write_deep_record(host: Host, deep: Mapping[str, Any]) -> None:
-    """Keep the document of a deep check.
+def keep_deep_record(host: Host, deep: Mapping[str, Any]) -> bool:
+    """Keep the document of a deep check; False: it was not.
 
-    Raises:
-        OSError: it cannot be written.
+    Not on a host that gpuguard does not look after, where it must leave nothing behind, and not
+    where this account may not write: nobody shows metrics of those.
     """
+    if not host.path(STATE_DIR).is_dir():
+        return False
     document = {"schema": _SCHEMA, "when": round(time.time(), 3), "deep": deep}
-    host.replace_file(DEEP_FILE, json.dumps(document, indent=1).encode() + b"\n")
+    try:
+        host.replace_file(DEEP_FILE, json.dumps(document, indent=1).encode() + b"\n")
+    except OSError:
+        return False
+    return True
 
 
 def read_deep_record(host: Host) -> tuple[float, Mapping[str, Any]] | None:

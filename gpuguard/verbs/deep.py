@@ -7,7 +7,6 @@ Needs the running system: bytes cannot be moved on a directory tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from gpuguard.core.deep_findings import DEFAULT_REGRESSED_BELOW, judge
 from gpuguard.deep.baseline import read_baseline, write_baseline
 from gpuguard.deep.course import DeepRequest, run_course
 from gpuguard.deep.supervise import COMMAND
-from gpuguard.deep_record import write_deep_record
+from gpuguard.deep_record import keep_deep_record
 from gpuguard.errors import UsageError
 from gpuguard.host import Host
 from gpuguard.verbs.clock import now
@@ -93,8 +92,7 @@ def deep_verify(
         baseline=None if baseline else _no_baseline(length),
     )
     if facts.problem is None and not (request and request.only):
-        with suppress(OSError):  # an ordinary user's look has no metrics
-            write_deep_record(host, outcome.document)
+        keep_deep_record(host, outcome.document)
     return outcome
 
 
