@@ -51,10 +51,14 @@ def choose_parts(names: Sequence[str]) -> RealParts | None:
 
 
 class Lab:
-    """apt with contrib and deb-src, in a folder of its own: the machine's sources stay."""
+    """apt with contrib and deb-src, in a folder of its own: the machine's sources stay.
 
-    def __init__(self, folder: Path) -> None:
+    ``release``: code name of another release of Debian, looked for on the same mirror.
+    """
+
+    def __init__(self, folder: Path, release: str = "") -> None:
         self.folder = folder
+        self._release = release
         self._options = [
             "-o", "Dir::Etc::sourcelist=/dev/null",
             "-o", f"Dir::Etc::sourceparts={folder}/parts",
@@ -66,7 +70,7 @@ class Lab:
     def update(self) -> None:
         for name in ("parts", "lists/partial", "cache/archives/partial", "debs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        lines = _sources()
+        lines = _sources(self._release)
         (self.folder / "parts/lab.list").write_text("\n".join(lines) + "\n")
         self.apt("update", "-q")
 
@@ -80,6 +84,13 @@ class Lab:
         command = ["apt-cache", *self._options, "pkgnames", pattern]
         return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split()
 
+    def show(self, package: str) -> dict[str, str]:
+        """Fields of a package's candidate."""
+        command = ["apt-cache", *self._options, "show", "--no-all-versions", package]
+        text = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+        pairs = (line.split(": ", 1) for line in text.splitlines() if ": " in line)
+        return {name: value for name, value in pairs if not name.startswith(" ")}
+
     def download(self, *packages: str) -> list[Path]:
         """Package files, downloaded once."""
         missing = [p for p in packages if not list((self.folder / "debs").glob(f"{p}_*.deb"))]
@@ -88,7 +99,7 @@ class Lab:
         return [next((self.folder / "debs").glob(f"{package}_*.deb")) for package in packages]
 
 
-def _sources() -> list[str]:
+def _sources(wanted: str = "") -> list[str]:
     """The machine's own Debian mirror, with contrib and sources, as one-line entries."""
     done = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)",
@@ -97,7 +108,8 @@ def _sources() -> list[str]:
     )  # fmt: skip
     places = sorted({tuple(line.split()[:2]) for line in done.stdout.splitlines() if line})
     lines = []
-    for uri, release in places:
+    for uri, own in places:
+        release = own.replace(suite(), wanted) if wanted else own
         entry = f"{uri} {release} main contrib non-free non-free-firmware"
         lines += [f"deb {entry}", f"deb-src {entry}"]
     return lines

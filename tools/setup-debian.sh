@@ -21,7 +21,14 @@ readonly TEST_PACKAGES=(
     linux-base                                   # linux-version, the order of kernels
     shellcheck man-db mandoc                     # linters that are no Python packages
     hyperfine
+    systemd-container                            # boot Debian in a container
+    qemu-system-x86 fdisk e2fsprogs              # boot it as a virtual machine
+    prometheus prometheus-alertmanager prometheus-node-exporter
+    chromium                                     # what a person sees
 )
+# Tests start these themselves, on loopback; as services they would listen to everybody.
+readonly NOT_AS_SERVICE=(prometheus prometheus-alertmanager prometheus-node-exporter)
+readonly POLICY=/usr/sbin/policy-rc.d
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -79,8 +86,27 @@ update_lists() {
     apt update || say "apt-get update failed; trying with the lists as they are"
 }
 
+# invoke-rc.d(8) and deb-systemd-invoke ask this program, if there is one, before they start anything.
+start_no_services() {
+    [[ -e $POLICY ]] && return
+    trap 'as_root rm -f "$POLICY"' EXIT
+    printf '#!/bin/sh\nexit 101\n' | as_root tee "$POLICY" >/dev/null
+    as_root chmod 755 "$POLICY"
+}
+
 # Recommended packages are left out: dkms recommends a kernel's headers and a mail of others.
 install_packages() { apt install -y --no-install-recommends "$@"; }
+
+# Their packages enable them: they would start with the next boot.
+disable_services() {
+    local package
+    command -v systemctl >/dev/null || return 0
+    for package in "${NOT_AS_SERVICE[@]}"; do
+        if [[ " ${missing[*]} " == *" $package "* ]]; then
+            as_root systemctl disable "$package.service" || say "$package.service stays enabled"
+        fi
+    done
+}
 
 main() {
     local dry_run=
@@ -105,9 +131,11 @@ main() {
     have_candidates "${missing[@]}" || die 69 "apt knows no candidate for some of: ${missing[*]};" \
         "check /etc/apt/sources.list and the network, then run apt-get update"
     say "installing with apt-get: ${missing[*]}"
+    start_no_services
     # Lists that are days old name files that the archive has since replaced.
     install_packages "${missing[@]}" || { update_lists && install_packages "${missing[@]}"; } ||
         die 69 "apt-get could not install: ${missing[*]}; its own message is above"
+    disable_services
 }
 
 main "$@"

@@ -7,6 +7,8 @@
  *   ROOT/proc/sys/kernel/osrelease           which kernel runs
  *   ROOT/lib/modules/R/modules.dep           which nvidia module that kernel would load
  *   the module itself                        "standin-p2p-policy=…" is its answer about P2P
+ *   ROOT/sys/module/nvidia/parameters/standin_p2p_policy
+ *                                            instead: the answer of the module that is loaded
  *   ROOT/sys/bus/pci/devices                 the cards
  *
  * A compressed module is not read; tree.py notes its answer in POLICIES beside this library.
@@ -209,8 +211,13 @@ static bool read_noted_policy(const char *path)
 
 static bool load_module(void)
 {
-	char release[256], relative[1024], path[3 * PATH_MAX];
+	char release[256], relative[1024], path[3 * PATH_MAX], loaded[128];
 
+	first_line(loaded, sizeof(loaded), "sys/module/nvidia/parameters/standin_p2p_policy");
+	if (loaded[0]) {
+		p2p_status = policy_in(loaded, strlen(loaded));
+		return true;
+	}
 	first_line(release, sizeof(release), "proc/sys/kernel/osrelease");
 	if (!release[0] || !resolve_module(relative, sizeof(relative), release))
 		return false;
