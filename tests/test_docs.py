@@ -65,7 +65,7 @@ def _codes_of(tree: ast.Module, part: str) -> Iterator[Code]:
             if name == "_Refused":
                 values.append(node.args[0])
             # decided in the core, and reported as an error: no finding
-            where = "verbs" if name == "Refusal" else part
+            where = "verbs" if name == "Refusal" or name.endswith("Error") else part
             for value in values:
                 yield from (Code(text, where, _status(name, node)) for text in _texts(value, tree))
         elif isinstance(node, ast.ClassDef):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from gpuguard.core.findings import Finding, Severity
-from gpuguard.core.holds import HoldFacts, HoldState, WithheldRecord
+from gpuguard.core.holds import HoldFacts, HoldState, SteppedOver, WithheldRecord
 
 _SUBJECT = "holds"
 _NAMED = 4  # a host has 50 packages of kernel and driver
+_BY_ITSELF = "; the next automatic run does it, too"
 
 
 def hold_findings(facts: HoldFacts, state: HoldState, *, enforced: bool) -> Iterator[Finding]:
@@ -23,32 +24,44 @@ def hold_findings(facts: HoldFacts, state: HoldState, *, enforced: bool) -> Iter
         )
         return
     if state.lifted and not facts.at_work:
-        yield _finding(
-            "hold-lifted",
-            f"{_count(state.lifted)} still lifted by a change that was interrupted",
-            "sudo gpuguard hold (the next automatic run does it, too)",
-            dict.fromkeys(state.lifted, "ours, not on hold"),
+        yield _warning(
+            code="hold-lifted",
+            message=f"{_count(state.lifted)} still free after a change that was interrupted",
+            remedy=f"sudo gpuguard hold{_BY_ITSELF}",
+            evidence=dict.fromkeys(state.lifted, "gpuguard's, not on hold"),
         )
     if state.drifted:
-        later = "; the next automatic run holds again" if enforced else ""
-        yield _finding(
-            "hold-drift",
-            f"{_count(state.drifted)} lost the hold that gpuguard set",
-            f"sudo gpuguard hold{later}; or, if it was meant: sudo gpuguard unhold "
-            + " ".join(state.drifted),
-            {
-                name: facts.evidence.get(name, "on hold in the ledger, not in dpkg")
-                for name in state.drifted
+        yield _warning(
+            code="hold-drift",
+            message=f"{_count(state.drifted)} lost the hold that gpuguard set",
+            remedy=f"sudo gpuguard hold{_BY_ITSELF if enforced else ''}; or, if it was meant: "
+            f"sudo gpuguard unhold {' '.join(state.drifted)}",
+            evidence={
+                name: facts.evidence.get(name, "in no log who did it") for name in state.drifted
             },
         )
     if state.missing:
-        yield _finding(
-            "hold-missing",
-            f"{_count(state.missing)} meant by holds.packages and not on hold",
-            "sudo gpuguard hold" + ("; the next automatic run does it, too" if enforced else ""),
-            dict.fromkeys(state.missing, "not on hold"),
+        yield _warning(
+            code="hold-missing",
+            message=f"{_count(state.missing)} meant by holds.packages and not on hold",
+            remedy=f"sudo gpuguard hold{_BY_ITSELF if enforced else ''}",
+            evidence=dict.fromkeys(state.missing, "not on hold"),
         )
-    yield from _not_kept(facts, state)
+    if state.stepped_over:
+        names = [one.name for one in state.stepped_over]
+        yield _warning(
+            code="hold-stepped-over",
+            message=f"{_count(names)} that gpuguard held changed, and not in a window",
+            remedy="look at the rest of gpuguard status; sudo gpuguard hold accepts the version",
+            evidence={one.name: _who(one, facts) for one in state.stepped_over},
+        )
+    if state.ineffective:
+        yield _warning(
+            code="hold-ineffective",
+            message=f"{_count([hold.name for hold in state.ineffective])} on hold to no effect",
+            remedy=_instead(state),
+            evidence={hold.name: hold.reason for hold in state.ineffective},
+        )
 
 
 def withheld_findings(record: WithheldRecord) -> Iterator[Finding]:
@@ -63,41 +76,23 @@ def withheld_findings(record: WithheldRecord) -> Iterator[Finding]:
         )
 
 
-def _not_kept(facts: HoldFacts, state: HoldState) -> Iterator[Finding]:
-    if state.stepped_over:
-        yield _finding(
-            "hold-stepped-over",
-            f"{_count([one.name for one in state.stepped_over])} that gpuguard held "
-            "changed, and not in a window",
-            "look whether gpuguard status is as it should be; sudo gpuguard hold then keeps the "
-            "new version",
-            {
-                one.name: "; ".join(
-                    filter(
-                        None,
-                        (f"{one.recorded} -> {one.version}", facts.evidence.get(one.name, "")),
-                    )
-                )
-                for one in state.stepped_over
-            },
-        )
-    if state.ineffective:
-        instead = sorted({name for hold in state.ineffective for name in hold.instead})
-        left_over = [hold.name for hold in state.ineffective if not hold.instead]
-        remedies = []
-        if instead:
-            remedies.append(f"sudo gpuguard hold {' '.join(instead)}")
-        if left_over:
-            remedies.append(f"sudo apt-mark unhold {' '.join(left_over)}")
-        yield _finding(
-            "hold-ineffective",
-            f"{_count([hold.name for hold in state.ineffective])} on hold to no effect",
-            "; ".join(remedies),
-            {hold.name: hold.reason for hold in state.ineffective},
-        )
+def _instead(state: HoldState) -> str:
+    instead = sorted({name for hold in state.ineffective for name in hold.instead})
+    left_over = [hold.name for hold in state.ineffective if not hold.instead]
+    remedies = [f"sudo gpuguard hold {' '.join(instead)}"] if instead else []
+    if ours := [name for name in left_over if name in state.ours]:
+        remedies.append(f"sudo gpuguard unhold {' '.join(ours)}")
+    if foreign := [name for name in left_over if name in state.foreign]:
+        remedies.append(f"sudo apt-mark unhold {' '.join(foreign)}")
+    return "; ".join(remedies)
 
 
-def _finding(code: str, message: str, remedy: str, evidence: Mapping[str, str]) -> Finding:
+def _who(one: SteppedOver, facts: HoldFacts) -> str:
+    change = f"{one.recorded} -> {one.version}"
+    return f"{change}; {facts.evidence[one.name]}" if one.name in facts.evidence else change
+
+
+def _warning(code: str, *, message: str, remedy: str, evidence: Mapping[str, str]) -> Finding:
     return Finding(
         code=code,
         severity=Severity.WARNING,
