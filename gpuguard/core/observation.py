@@ -28,12 +28,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """All probes of one look, the verdict, and ``status``: what ``status --json`` prints."""
+    """All probes of one look, the verdict, and ``status``: what ``status --json`` prints.
+
+    ``more`` is for a person: ``host`` (its name), ``gate`` (what the gate said).
+    """
 
     when: float  # seconds since the epoch
     parts: tuple[Part, ...]
     verdict: tuple[Sample, ...] = ()
     status: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def encode(observation: Observation) -> dict[str, Any]:
@@ -55,6 +59,7 @@ def encode(observation: Observation) -> dict[str, Any]:
             for part in observation.parts
         ],
         "status": observation.status,
+        "more": observation.more,
     }
 
 
@@ -72,6 +77,7 @@ def decode(document: Mapping[str, Any]) -> Observation:
             verdict=tuple(map(_read_sample, document["verdict"])),
             parts=tuple(map(_read_part, document["parts"])),
             status=dict(document["status"]),
+            more=dict(document["more"]),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no observation: {error!r}") from error

@@ -32,8 +32,9 @@ _CHILD = "from gpuguard.daemon.child import main; main()"
 _SETTINGS_SECONDS = 20.0
 _OBSERVE_SECONDS = 90.0
 _GRACE = 0.3
-#: A full look although nothing seems to have changed.
-_FULL_SECONDS = 900.0
+#: A full look although nothing seems to have changed; sooner where a probe failed.
+_FULL_SECONDS = 1800.0
+_FULL_AFTER_FAILURE_SECONDS = 300.0
 _PASSED_ON = ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HOME")
 
 
@@ -133,8 +134,9 @@ class Looker:
             before = fingerprint(self.host)
             p2p = probe_p2p(self.host)
             asked = time.monotonic() - began
-            if self._last is not None and not self._is_due(began, (before, p2p)):
-                self._last = _again(self._last, when, asked)
+            last = self._last
+            if last is not None and not self._is_due(last, began, (before, p2p)):
+                self._last = _again(last, when, asked)
                 return self._last
             request = {"do": "observe", "config": self.config}
             found = decode(ask_child(self.host, request, _OBSERVE_SECONDS))
@@ -144,8 +146,10 @@ class Looker:
         self._seen, self._last, self._full_at = (before, p2p), found, began
         return found
 
-    def _is_due(self, now: float, seen: tuple[str, P2pFacts]) -> bool:
-        if self._seen != seen or now - self._full_at >= _FULL_SECONDS:
+    def _is_due(self, last: Observation, now: float, seen: tuple[str, P2pFacts]) -> bool:
+        problems = [p.problem for p in last.parts if p.probe is not Probe.TOPO]
+        patience = _FULL_AFTER_FAILURE_SECONDS if any(problems) else _FULL_SECONDS
+        if self._seen != seen or now - self._full_at >= patience:
             return True
         return self.host.path(JOURNAL_FILE).exists()  # a change is under way, or was
 

@@ -16,6 +16,7 @@ from gpuguard.daemon.events import Event, changes, verdict_of
 from gpuguard.daemon.http import Request, Response, Server
 from gpuguard.daemon.looker import Looker, StoppableHost, failed_observation
 from gpuguard.daemon.page import page
+from gpuguard.daemon.style import POLICY
 from gpuguard.daemon.tls import Passwords, can_check_passwords, server_context
 from gpuguard.daemon.watch import Watch
 from gpuguard.errors import ConfigError, GpuguardError, PreflightError
@@ -34,6 +35,7 @@ _APART_SECONDS = 5.0  # between two looks, however much changes
 _STOP_SECONDS = 1.0
 _OVERDUE = 3  # intervals
 _OVERDUE_SECONDS = 30.0
+_PAGE_HEADERS = (("Content-Security-Policy", POLICY), ("Referrer-Policy", "no-referrer"))
 _WATCHED = (
     STATE_DIR, RUN_DIR, DEPMOD_DIR, "/boot", "/boot/grub", "/lib/modules", "/var/lib/dpkg",
     CONFIG_DROPINS, "/var/lib/apt/lists",
@@ -260,8 +262,9 @@ class Daemon:
     def _render(self) -> None:
         samples = tuple(all_samples(self._observation, self._health))
         looked = self._observation is not None
+        shown = page(self._observation, verdict_of(self._observation))
         self._pages = {
-            "/": Response(200, page(self._observation), "text/html; charset=utf-8"),
+            "/": Response(200, shown, "text/html; charset=utf-8", _PAGE_HEADERS),
             "/metrics": Response(200, prometheus_text(samples), TEXT_TYPE),
             "openmetrics": Response(200, openmetrics_text(samples), OPENMETRICS_TYPE),
             "/-/healthy": Response(200, b"healthy\n"),

@@ -20,7 +20,7 @@ _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
 _EVENT = struct.Struct("iIII")
 _BUFFER = 1 << 16
 #: Taken and dropped by those who look themselves: no news.
-_IGNORED = (b".lock", b"lock", b"lock-frontend", b"modules.json")
+_IGNORED = (b"lock", b"lock-frontend", b"probe-outstanding.json")
 
 
 class Watch:

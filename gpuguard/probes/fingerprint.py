@@ -22,6 +22,8 @@ _DEPTH = 4
 _ENTRIES = 4000  # of one tree: a watcher must not become the load
 #: GRUB's own modules, fonts and texts: hundreds of files that decide nothing.
 _SKIPPED = frozenset({"i386-pc", "x86_64-efi", "arm64-efi", "fonts", "locale", "themes", "unicode"})
+#: Locks, and who asks the driver just now: made by looking.
+_OURS = frozenset({"lock", "probe.lock", "probe-outstanding.json"})
 _LIBRARIES = (
     "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64",
     "/usr/lib/x86_64-linux-gnu/nvidia/current", "/usr/lib/aarch64-linux-gnu/nvidia/current",
@@ -83,6 +85,8 @@ def _tree(top: Path, depth: int, *, skip: Path | None = None) -> Iterator[str]:
         with suppress(OSError), os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
         for entry in entries:
+            if entry.name in _OURS:
+                continue
             seen += 1
             if seen > _ENTRIES:
                 return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from gpuguard.accepted import read_accepted
@@ -33,6 +34,7 @@ from gpuguard.deep.baseline import read_baseline
 from gpuguard.deep_record import read_deep_record
 from gpuguard.errors import GpuguardError, ProbeError
 from gpuguard.host import Host
+from gpuguard.host.reading import read_text
 from gpuguard.last_run import read_last_run
 from gpuguard.probes.p2p import probe_p2p, probe_pci_gpus
 from gpuguard.proof import read_gate_result
@@ -78,7 +80,13 @@ def observe(host: Host, config: Config | None, trouble: Finding | None = None) -
         _part(Probe.GATE, lambda: _gate(host)),
         *_deep_parts(host),
     ]
-    return Observation(when=when, parts=tuple(parts), verdict=tuple(verdict), status=status)
+    return Observation(
+        when=when,
+        parts=tuple(parts),
+        verdict=tuple(verdict),
+        status=status,
+        more=_for_people(host),
+    )
 
 
 def _judged_parts(facts: HostFacts, assessment: Assessment, seconds: float) -> list[Part]:
@@ -142,6 +150,16 @@ def _rebuilds(host: Host) -> Iterable[Sample]:
 def _gate(host: Host) -> Iterable[Sample]:
     result = read_gate_result(host)
     return () if result is None else gate_samples(result.verdict, result.created)
+
+
+def _for_people(host: Host) -> dict[str, str | None]:
+    name = gate = None
+    with suppress(GpuguardError):
+        name = (read_text(host, "/etc/hostname") or "").strip() or None
+    with suppress(GpuguardError):
+        result = read_gate_result(host)
+        gate = None if result is None else f"{result.message} ({result.created})"
+    return {"host": name, "gate": gate}
 
 
 def _deep_parts(host: Host) -> list[Part]:
