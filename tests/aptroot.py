@@ -17,8 +17,8 @@ import pytest
 
 _PROGRAMS = (
     "apt-config", "apt-get", "cat", "chmod", "cp", "diff", "dpkg", "dpkg-deb", "dpkg-query",
-    "dpkg-split", "grep", "id", "ldconfig", "ln", "ls", "mkdir", "mv", "rm", "run-parts", "sed", "sh",
-    "sleep", "start-stop-daemon", "stat", "tar", "timeout", "touch", "true", "uname",
+    "dpkg-split", "grep", "id", "ldconfig", "ln", "ls", "mkdir", "mv", "rm", "run-parts", "sed",
+    "sh", "sleep", "start-stop-daemon", "stat", "tar", "timeout", "touch", "true", "uname",
 )  # fmt: skip
 _METHODS = ("copy", "file", "store")
 _FOLDERS = (
