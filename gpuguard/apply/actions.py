@@ -12,6 +12,7 @@ PACKAGES_FOLDERS = frozenset(
     {
         DEPMOD_DIR,
         "/etc/apt/apt.conf.d",
+        "/etc/default/grub.d",
         "/etc/kernel/header_postinst.d",
         "/etc/kernel/postinst.d",
         "/etc/kernel/postrm.d",
@@ -83,4 +84,28 @@ class CheckInitramfs:
     release: str
 
 
-Action = PutFile | PutLink | RemoveFile | Depmod | RebuildInitramfs | CheckResolved | CheckInitramfs
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateBootMenu:
+    """Let the boot loader's own tool write its menu anew (``update-grub``)."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckNextKernel:
+    """Look what would boot next: it must be one of these."""
+
+    releases: tuple[str, ...]
+
+
+Action = (
+    PutFile
+    | PutLink
+    | RemoveFile
+    | Depmod
+    | RebuildInitramfs
+    | CheckResolved
+    | CheckInitramfs
+    | UpdateBootMenu
+    | CheckNextKernel
+)

@@ -8,6 +8,7 @@ from gpuguard.apply.actions import (
     PACKAGES_FOLDERS,
     Action,
     CheckInitramfs,
+    CheckNextKernel,
     CheckResolved,
     Depmod,
     ExpectedModule,
@@ -15,7 +16,9 @@ from gpuguard.apply.actions import (
     PutLink,
     RebuildInitramfs,
     RemoveFile,
+    UpdateBootMenu,
 )
+from gpuguard.apply.boot_menu import update_boot_menu
 from gpuguard.apply.initramfs import rebuild_initramfs
 from gpuguard.apply.leftover import run_tool
 from gpuguard.apply.undo import LinkBefore, put_link
@@ -24,7 +27,9 @@ from gpuguard.errors import CommandError, VerifyError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.host.files import fsync_file, sha256_file
+from gpuguard.probes.bootloader import probe_next_kernel
 from gpuguard.probes.initramfs import probe_initramfs
+from gpuguard.probes.kernels import probe_releases
 from gpuguard.probes.modules import iter_build_ids, probe_modules
 from gpuguard.probes.modules_config import depmod_options
 from gpuguard.state import module_tree
@@ -58,10 +63,20 @@ def execute(action: Action, host: Host) -> None:
             run_depmod(action.release, host)
         case RebuildInitramfs():
             rebuild_initramfs(action.release, action.path, host)
+        case UpdateBootMenu():
+            update_boot_menu(action.path, host)
+        case CheckResolved() | CheckInitramfs() | CheckNextKernel():
+            _check(action, host)
+
+
+def _check(action: CheckResolved | CheckInitramfs | CheckNextKernel, host: Host) -> None:
+    match action:
         case CheckResolved():
             _check_resolved(action, host)
         case CheckInitramfs():
             _check_initramfs(action.release, host)
+        case CheckNextKernel():
+            _check_next(action, host)
 
 
 def run_depmod(release: str, host: Host) -> None:
@@ -110,6 +125,20 @@ def _is_as_expected(expected: ExpectedModule, file: ModuleFile | None, host: Hos
     if file is None or file.build_id != expected.build_id:
         return False
     return sha256_file(host.path(file.path)) == expected.sha256
+
+
+def _check_next(action: CheckNextKernel, host: Host) -> None:
+    installed = [release for release, image in probe_releases(host) if image is not None]
+    found = probe_next_kernel(host, installed)
+    if found.release not in action.releases:
+        raise VerifyError(
+            f"{found.source} would start {found.release or 'nobody knows what'} after that, "
+            f"not {' or '.join(action.releases)}",
+            code="boot-default-failed",
+            hint="something else decides: GRUB_DEFAULT in another file, grub-reboot, "
+            "a default set by bootctl; it is as it was before",
+            detail=found.reason,
+        )
 
 
 def _check_initramfs(release: str, host: Host) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path, PurePosixPath
 from gpuguard.apply.actions import (
     Action,
     CheckInitramfs,
+    CheckNextKernel,
     CheckResolved,
     Depmod,
     PutFile,
     RebuildInitramfs,
     RemoveFile,
+    UpdateBootMenu,
 )
 from gpuguard.apply.execute import DEPMOD_OUTPUTS
 from gpuguard.core.facts import KernelFacts
@@ -95,7 +97,9 @@ def _needs(action: Action, host: Host) -> Iterator[tuple[str, int]]:
                 yield BACKUPS_DIR, size
         case RebuildInitramfs():
             yield BACKUPS_DIR, _size(host.path(action.path))
-        case CheckResolved() | CheckInitramfs():
+        case UpdateBootMenu():
+            yield BACKUPS_DIR, _size(host.path(action.path))
+        case CheckResolved() | CheckInitramfs() | CheckNextKernel():
             pass
 
 

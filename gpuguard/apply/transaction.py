@@ -17,13 +17,16 @@ from gpuguard.apply.actions import (
     PACKAGES_FOLDERS,
     Action,
     CheckInitramfs,
+    CheckNextKernel,
     CheckResolved,
     Depmod,
     PutFile,
     PutLink,
     RebuildInitramfs,
     RemoveFile,
+    UpdateBootMenu,
 )
+from gpuguard.apply.boot_menu import menu_files
 from gpuguard.apply.execute import DEPMOD_OUTPUTS, execute
 from gpuguard.apply.initramfs import side_files
 from gpuguard.apply.inputs import depmod_inputs, is_gone, packages
@@ -33,6 +36,7 @@ from gpuguard.apply.recovery import finish, recover
 from gpuguard.apply.undo import (
     FolderBefore,
     ImageBefore,
+    MenuBefore,
     NoFolderBefore,
     Sweep,
     TreeBefore,
@@ -124,7 +128,12 @@ def undos_of(action: Action, host: Host, store: ObjectStore) -> Iterator[Undo]:
         case RebuildInitramfs():
             yield from _tree(action.release, host)
             yield from _image(action, host, store)
-        case CheckResolved() | CheckInitramfs():
+        case UpdateBootMenu():
+            yield MenuBefore(path=action.path)
+            yield Sweep(path=str(PurePosixPath(action.path).parent))
+            for path in menu_files(action.path):
+                yield look(path, host, store)
+        case CheckResolved() | CheckInitramfs() | CheckNextKernel():
             pass
 
 
@@ -133,6 +142,8 @@ def made_by(action: Action, host: Host) -> Iterator[Wrote]:
     if isinstance(action, RebuildInitramfs):
         for path in _image_paths(action, host):
             yield Wrote(path=path, state=state_of(path, host))
+    elif isinstance(action, UpdateBootMenu):
+        yield Wrote(path=action.path, state=state_of(action.path, host))
 
 
 def _made_half(begun: Sequence[Action], host: Host) -> tuple[Wrote, ...]:
@@ -148,7 +159,7 @@ def _push(journal: Journal, undos: Iterable[Undo]) -> None:
 
 
 def _runs_a_tool(action: Action) -> bool:
-    return isinstance(action, Depmod | RebuildInitramfs)
+    return isinstance(action, Depmod | RebuildInitramfs | UpdateBootMenu)
 
 
 def _tree(release: str, host: Host) -> Iterator[TreeBefore]:

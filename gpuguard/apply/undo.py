@@ -105,8 +105,17 @@ class ImageBefore:
     packages: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MenuBefore:
+    """A boot menu, which its tool makes of files that are put back before it."""
+
+    path: str
+
+
 FileUndo = FileBefore | LinkBefore | NothingBefore
-Undo = FileUndo | NoFolderBefore | FolderBefore | Sweep | Wrote | TreeBefore | ImageBefore
+Undo = (
+    FileUndo | NoFolderBefore | FolderBefore | Sweep | Wrote | TreeBefore | ImageBefore | MenuBefore
+)
 _KINDS: dict[str, type[Undo]] = {
     "file": FileBefore,
     "link": LinkBefore,
@@ -117,6 +126,7 @@ _KINDS: dict[str, type[Undo]] = {
     "wrote": Wrote,
     "tree": TreeBefore,
     "image": ImageBefore,
+    "menu": MenuBefore,
 }
 _NOTHING = "nothing"
 
@@ -198,7 +208,7 @@ def put_back(undo: Undo, host: Host, store: ObjectStore) -> None:
             _set_folder(undo, host)
         case Sweep():
             sweep(undo, host)
-        case Wrote() | TreeBefore() | ImageBefore():
+        case Wrote() | TreeBefore() | ImageBefore() | MenuBefore():
             pass  # what recovery goes by
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
+from gpuguard.apply.boot_menu import menu_files, update_boot_menu
 from gpuguard.apply.execute import DEPMOD_OUTPUTS, run_depmod
 from gpuguard.apply.initramfs import (
     TOOL_SECONDS,
@@ -21,6 +22,7 @@ from gpuguard.apply.undo import (
     FileUndo,
     ImageBefore,
     LinkBefore,
+    MenuBefore,
     NothingBefore,
     Sweep,
     TreeBefore,
@@ -73,6 +75,7 @@ class _Undoing:
         self._files: dict[str, FileUndo] = {}
         self._trees: dict[str, TreeBefore] = {}
         self._images: dict[str, ImageBefore] = {}
+        self._menus: dict[str, MenuBefore] = {}
         self._made: dict[str, set[str]] = defaultdict(set)
         for undo in (*state.undos, *made):
             match undo:
@@ -82,11 +85,14 @@ class _Undoing:
                     self._trees.setdefault(undo.release, undo)
                 case ImageBefore():
                     self._images.setdefault(undo.path, undo)
+                case MenuBefore():
+                    self._menus.setdefault(undo.path, undo)
                 case Wrote():
                     self._made[undo.path].add(undo.state)
         self._gone = {release for release in self._trees if is_gone(host, release)}
         self._derived = {p for tree in self._trees.values() for p in _outputs(tree)}
         self._derived |= {p for image in self._images.values() for p in _paths(image)}
+        self._derived |= {p for menu in self._menus for p in menu_files(menu)}
 
     def run(self) -> None:
         """Idempotent, and in an order that a kill between any two steps does not harm."""
@@ -103,6 +109,9 @@ class _Undoing:
         for image in self._images.values():
             with self._noting(image.path):
                 self._image(image)
+        for menu in self._menus.values():
+            with self._noting(menu.path):
+                self._menu(menu)
         for file in self._restored:
             if not is_back(file, self._host):
                 self.problems.append(f"{file.path}: not as before")
@@ -169,6 +178,19 @@ class _Undoing:
                 self._unknown_image(image, before)
             else:
                 self.notes.append(f"{path} has been changed since and stays so")
+
+    def _menu(self, menu: MenuBefore) -> None:
+        _, beside = menu_files(menu.path)
+        if isinstance(temporary := self._files.get(beside), NothingBefore):
+            self._restore(temporary)
+        before = self._files.get(menu.path)
+        if before is None:
+            return
+        now = state_of(menu.path, self._host)
+        if now == state_before(before) or now in self._made[menu.path]:
+            self._restore(before)
+        else:  # killed within its tool, or a kernel came since: of the files as they are again
+            update_boot_menu(menu.path, self._host)
 
     def _unknown_image(self, image: ImageBefore, before: FileUndo) -> None:
         """Killed in the middle of the tool: is what is there the tool's, or somebody else's?"""

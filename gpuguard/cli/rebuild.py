@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gpuguard.apply.bootdefault import settle_boot_default
 from gpuguard.cli.automatic import run_by_itself
 from gpuguard.cli.context import Context
 from gpuguard.cli.progress import progress_for_terminal
@@ -19,8 +20,9 @@ from gpuguard.cli.steps import (
 )
 from gpuguard.config import Config
 from gpuguard.config_file import load_config
+from gpuguard.core.boot_default import Pinning
 from gpuguard.core.plan import Rebuild, Request
-from gpuguard.errors import UsageError
+from gpuguard.errors import GpuguardError, UsageError
 from gpuguard.verbs.inspect import Planned, look, make_plan, next_release
 from gpuguard.verbs.reboot_hold import while_building
 from gpuguard.verbs.rebuild import Outcome, left_unready, worst_exit_status
@@ -105,6 +107,7 @@ def rebuild(
         )
         planned = make_plan(context.host, config, request)
         outcomes = _run(context, config, planned)
+        _let_go_of_boot_default(context, config)
         unready = left_unready(context.host, config, outcomes)
     if context.json:
         context.print_json({
@@ -114,6 +117,19 @@ def rebuild(
     else:
         say_unready(outcomes, unready)
     raise typer.Exit(worst_exit_status(outcomes, unready))
+
+
+def _let_go_of_boot_default(context: Context, config: Config) -> None:
+    """What kept an older kernel the boot default goes once the newest one is ready."""
+    try:
+        facts = look(context.host, config, with_p2p=False)
+        settled = settle_boot_default(context.host, config, facts, "rebuild")
+    except GpuguardError as error:
+        typer.echo(f"gpuguard: boot default: {error.message} [{error.code}]", err=True)
+        return
+    if settled.pinning is not Pinning.NONE:
+        what = settled.release or "the newest kernel again"
+        typer.echo(f"gpuguard: the boot default is {what}: {settled.reason}", err=True)
 
 
 def _run(context: Context, config: Config, planned: Planned) -> list[Outcome]:

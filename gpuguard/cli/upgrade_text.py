@@ -9,6 +9,7 @@ import typer
 
 from gpuguard.cli.render import coloured, shown, table
 from gpuguard.cli.steps import outcome_document
+from gpuguard.core.boot_default import Pinning
 from gpuguard.core.findings import Verdict
 from gpuguard.core.upgrade import Change, Refusal, Trial
 from gpuguard.errors import GpuguardError
@@ -54,6 +55,10 @@ def report_text(report: Report) -> str:
         safe = coloured("safe", Verdict.OK) if window.reboot_safe else _not_safe()
         lines.append(f"next boot: {window.next_release or 'unknown'}, {safe}")
     lines += [f"  {shown(reason)}" for reason in window.reasons]
+    if report.settled is not None and report.settled.pinning is Pinning.PIN:
+        lines.append(
+            f"the boot default is kept on {report.settled.release}: {report.settled.reason}"
+        )
     if window.phase is Phase.WAITING:
         lines.append("still to do: reboot; the gate then closes this window's record")
     return "\n".join(lines)
@@ -109,6 +114,13 @@ def report_document(preflight: Preflight, report: Report) -> dict[str, Any]:
         "steps": [outcome_document(outcome, report.unready) for outcome in report.outcomes],
         "held_again": list(report.holds.held) if report.holds is not None else None,
         "unfinished": report.unfinished,
+        "boot_default": None
+        if report.settled is None
+        else {
+            "action": report.settled.pinning.value,
+            "release": report.settled.release,
+            "reason": report.settled.reason,
+        },
         "reboot": {
             "next": report.window.next_release,
             "safe": report.window.reboot_safe,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gpuguard.core.automation import automation_findings
+from gpuguard.core.boot_default import pin_findings
 from gpuguard.core.facts import (
     HostFacts,
     Identity,
@@ -22,6 +23,7 @@ from gpuguard.core.policy import Policy
 from gpuguard.core.readiness import Obstacle, obstacles
 from gpuguard.core.remedies import LOOK_AGAIN, after_failure, remedy_of
 from gpuguard.core.stray import stray_findings
+from gpuguard.core.window import window_findings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,8 @@ def assess(facts: HostFacts, policy: Policy) -> Assessment:
         *_host_findings(facts),
         *(f for k in _in_care(facts, policy) for f in _kernel_findings(k, facts, judged)),
         *stray_findings(facts),
+        *pin_findings(facts),
+        *window_findings(facts.window),
         *_loaded_findings(facts, loaded, granted=healthy is True),
         *_p2p_findings(facts, grant),
         *automation_findings(facts.automation),

@@ -12,6 +12,7 @@ from gpuguard.core.assess import Assessment
 from gpuguard.core.facts import HostFacts, KernelFacts, ModuleFile, P2pFacts, ResolvedModule
 from gpuguard.core.holds_document import holds_document
 from gpuguard.core.policy import Policy
+from gpuguard.core.window import window_summary
 
 SCHEMA = 1
 
@@ -37,6 +38,8 @@ def status_document(facts: HostFacts, assessment: Assessment, policy: Policy) ->
             for kernel in facts.kernels
             if kernel.image is not None
         ],
+        "boot_default": _boot_default(facts),
+        "window": window_summary(facts.window),
         "next_kernel": {
             "release": facts.next.release,
             "source": facts.next.source,
@@ -70,6 +73,14 @@ def status_document(facts: HostFacts, assessment: Assessment, policy: Policy) ->
             "reasons": list(assessment.reboot.reasons),
         },
     }
+
+
+def _boot_default(facts: HostFacts) -> dict[str, Any] | None:
+    """Our own setting of the boot default, if there is one."""
+    pin = facts.boot_pin
+    if pin is None:
+        return None
+    return {"release": pin.release, "loader": pin.loader, "file": pin.path, "reason": pin.why}
 
 
 def roles_of(release: str, facts: HostFacts) -> list[str]:

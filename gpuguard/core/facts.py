@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from gpuguard.core.automation import AutomationFacts
 from gpuguard.core.holds import HoldFacts
+from gpuguard.core.window import WindowFacts
 
 #: Canonical names, as loaded. What the files are called differs (``nvidia-current-open-drm.ko``).
 MODULE_NAMES = ("nvidia", "nvidia-uvm", "nvidia-modeset", "nvidia-drm", "nvidia-peermem")
@@ -171,6 +172,7 @@ class KernelFacts:
     enforced: str | None = None
     command_line: str | None = None
     left_alone: str | None = None  # when the operator rolled it back: not for automatic runs
+    unconfigured: str | None = None  # dpkg's word for a package of it that is half installed
     has_own_modules: bool = True  # ``kernel/`` is there: the package is not purged
 
 
@@ -188,6 +190,16 @@ class NextKernel:
     reason: str = ""
     initrds: tuple[str, ...] | None = None
     command_line: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootPin:
+    """Our own setting of the boot default, in the file at ``path``."""
+
+    release: str
+    loader: str  # "grub", "systemd-boot"
+    path: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +298,8 @@ class HostFacts:
     pci_gpus: tuple[str, ...] = ()  # PCI bus ids of NVIDIA display devices
     holds: HoldFacts = field(default_factory=HoldFacts)
     automation: AutomationFacts | None = None  # None: nothing was set up
+    boot_pin: BootPin | None = None
+    window: WindowFacts | None = None
     modules_config: str = ""  # fingerprint of depmod.d and modprobe.d: decides who wins
     interrupted: str | None = None  # a change that was killed and not yet cleaned up after
     blacklisted: tuple[tuple[str, str], ...] = ()  # (module, file): not loaded by itself

@@ -31,6 +31,7 @@ def obstacles(
             ),
         )
     return (
+        *_unconfigured(kernel),
         *_blocked(kernel),
         *_identity(kernel),
         *_files(kernel),
@@ -45,6 +46,17 @@ def expected_modules(kernel: KernelFacts) -> frozenset[str]:
     if kernel.records:
         return frozenset(name for name, _ in kernel.records[-1].build_ids)
     return frozenset({"nvidia", *(m.name for m in kernel.modules if m.file is not None)})
+
+
+def _unconfigured(kernel: KernelFacts) -> Iterator[Obstacle]:
+    if kernel.unconfigured is not None:
+        yield Obstacle(
+            code="kernel-unconfigured",
+            message=f"its package is {kernel.unconfigured}: its initramfs may be missing, and what "
+            "its scripts do",
+            rebuildable=False,
+            remedy="dpkg --configure -a; if that fails, because of the package it names",
+        )
 
 
 def _blocked(kernel: KernelFacts) -> Iterator[Obstacle]:

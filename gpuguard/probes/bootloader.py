@@ -68,7 +68,7 @@ def _from_grub_config(host: Host, text: str, folder: str) -> NextKernel:
         entry, note = default_entry(menu)
     except ProbeError as error:
         raise ProbeError(f"{folder}/grub.cfg: {error.message}") from error
-    release = _release_of_kernel(host, entry.kernel) if entry.kernel else None
+    release = release_of_kernel(host, entry.kernel) if entry.kernel else None
     if release is None:
         what = f"starts {entry.kernel}" if entry.kernel else "starts no Linux kernel"
         raise ProbeError(f"{folder}/grub.cfg: the default entry '{entry.title}' {what}")
@@ -89,7 +89,7 @@ def _in_host(host: Host, path: str) -> str:
     return next((place for place in places if real_path(host, place) is not None), path)
 
 
-def _release_of_kernel(host: Host, kernel: str) -> str | None:
+def release_of_kernel(host: Host, kernel: str) -> str | None:
     """The release of ``/boot/vmlinuz-R``, ``/vmlinuz-R`` or ``/@/boot/vmlinuz-R``.
 
     GRUB's path starts at a file system (a separate /boot, a btrfs subvolume), so only its

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpuguard.core.facts import (
+    BootPin,
     DkmsEntry,
     DriverFacts,
     HeadersFacts,
@@ -23,6 +24,7 @@ from gpuguard.host import Host
 from gpuguard.host.cache import FileCache
 from gpuguard.left_alone import left_alone_since
 from gpuguard.probes.automation import probe_automation
+from gpuguard.probes.boot_pin import probe_boot_pin
 from gpuguard.probes.bootloader import probe_next_kernel
 from gpuguard.probes.dkms import probe_dkms
 from gpuguard.probes.dpkg import read_packages
@@ -79,6 +81,7 @@ def probe_host(
         blacklisted=_blacklisted(host),
         dkms=_dkms(host) if with_dkms else (),
         holds=probe_holds(host, packages),
+        boot_pin=_boot_pin(host),
         automation=probe_automation(host),
     )
 
@@ -117,8 +120,24 @@ def probe_kernel(
         problem=problem,
         enforced=probe_enforcement(host, release, headers.build_dir, command_line),
         command_line=command_line,
+        unconfigured=_unconfigured(release, packages),
         has_own_modules=host.path(f"{module_tree(release)}/kernel").is_dir(),
     )
+
+
+def _boot_pin(host: Host) -> BootPin | None:
+    try:
+        return probe_boot_pin(host)
+    except ProbeError:
+        return None  # the boot loader's own answer says what boots next
+
+
+def _unconfigured(release: str, packages: Mapping[str, Package] | None) -> str | None:
+    for name in (f"linux-image-{release}", f"linux-image-unsigned-{release}"):
+        package = (packages or {}).get(name)
+        if package is not None and not package.is_installed and not package.is_gone:
+            return package.status
+    return None
 
 
 def _probe_leniently(

@@ -103,6 +103,17 @@ def next_entry(host: Host, installed: Sequence[str]) -> LoaderEntry | None:
     return entry
 
 
+def entry_identifier(host: Host, installed: Sequence[str], release: str) -> str | None:
+    """The entry that starts a kernel, as ``default`` in loader.conf names it; None: there is none.
+
+    Raises:
+        ProbeError: the entries cannot be read.
+    """
+    entries = [e for folder in _FOLDERS for e in _entries_of(host, folder, installed)]
+    ordered = sorted_entries(list({e.identifier: e for e in entries}.values()))
+    return next((e.identifier for e in ordered if e.release == release), None)
+
+
 def _patterns(host: Host) -> tuple[str, ...]:
     texts = (read_text(host, f"{folder}/loader/loader.conf") for folder in _FOLDERS)
     config = parse_pairs(next((text for text in texts if text is not None), ""))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from gpuguard.apply.bootdefault import settle_boot_default
 from gpuguard.build.progress import Progress
 from gpuguard.config import Config
 from gpuguard.core.assess import assess
@@ -80,6 +81,7 @@ def run_automatic(
         run.problems.append(error)
     _try(run, lambda: _hold_again(host, config, run))
     _try(run, lambda: note_withheld(host))
+    _try(run, lambda: _settle_boot_default(host, config))
     _try(run, lambda: _settle_reboot(host, config, run))
     _try(run, lambda: write_last_run(host, _record(run, started), seen_until=seen.until()))
     return run
@@ -121,6 +123,11 @@ def _rebuild(
 
 def _hold_again(host: Host, config: Config, run: Automatic) -> None:
     run.held_again = hold_again(host, config).held
+
+
+def _settle_boot_default(host: Host, config: Config) -> None:
+    facts = look(host, config, with_p2p=False)
+    settle_boot_default(host, config, facts, "automatic")
 
 
 def _settle_reboot(host: Host, config: Config, run: Automatic) -> None:

@@ -17,6 +17,7 @@ from gpuguard.core.facts import HostFacts
 from gpuguard.core.findings import Finding, Severity, verdict_of
 from gpuguard.core.plan import Plan, Request, plan
 from gpuguard.core.policy import Policy
+from gpuguard.core.window import WindowFacts
 from gpuguard.errors import ConfigError, StateError, UsageError
 from gpuguard.host import Host
 from gpuguard.host.cache import FileCache, cache_file
@@ -24,8 +25,10 @@ from gpuguard.probes.host import probe_host
 from gpuguard.probes.modules_config import modules_config_fingerprint
 from gpuguard.records import recorded_releases
 from gpuguard.state import MODULE_CACHE_FILE
+from gpuguard.verbs.clock import seconds_since
 from gpuguard.verbs.expected import expectation_of
 from gpuguard.verbs.holds import hold_policy
+from gpuguard.window import Phase, read_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +75,29 @@ def look(
     return replace(
         facts,
         interrupted=_interrupted(host),
+        window=_window(host),
         modules_config=modules_config_fingerprint(host),
         holds=replace(facts.holds, at_work=is_held(host)),
+    )
+
+
+def _window(host: Host) -> WindowFacts | None:
+    try:
+        window = read_window(host)
+    except StateError as error:
+        return WindowFacts(problem=error.message)
+    if window is None:
+        return None
+    return WindowFacts(
+        id=window.id,
+        phase=window.phase.value,
+        started=window.started,
+        since=window.since,
+        seconds=seconds_since(window.since),
+        outcome=window.outcome,
+        is_waiting=window.phase is Phase.WAITING,
+        is_left=window.phase.is_open and not is_held(host),
+        holds_are_off=window.phase.holds_are_off,
     )
 
 

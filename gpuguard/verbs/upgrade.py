@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gpuguard.apply.apt import AptLog, install, new_log
+from gpuguard.apply.bootdefault import Settled, settle_boot_default
 from gpuguard.apply.lock import wait_for_package_tools
 from gpuguard.build.prebuilt import keep_only
 from gpuguard.build.progress import Progress
@@ -67,6 +68,7 @@ class Report:
     error: GpuguardError | None = None
     problems: list[GpuguardError] = field(default_factory=list)
     holds: HoldChange | None = None
+    settled: Settled | None = None
     unfinished: str = ""
     running: str | None = None
 
@@ -211,11 +213,20 @@ class _Work:
         try:
             self._enter(Phase.HOLDING)
             report.holds = hold_again(self._host, self._config)
+            self._settle_boot_default()
             self._look()
             report.window = replace(report.window, outcome=outcome, message=message)
             report.window = settle(self._host, report.window)
             if outcome == "done":
                 keep_only(self._host, ())
+        except GpuguardError as error:
+            self._failed(error)
+
+    def _settle_boot_default(self) -> None:
+        """If the new kernel cannot be made ready after all, the last good one boots."""
+        facts = look(self._host, self._config, with_p2p=False)
+        try:
+            self._report.settled = settle_boot_default(self._host, self._config, facts, "window")
         except GpuguardError as error:
             self._failed(error)
 

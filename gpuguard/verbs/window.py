@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuguard.apply.apt import mark_automatic
+from gpuguard.apply.bootdefault import settle_boot_default
 from gpuguard.config import Config
 from gpuguard.core.upgrade import Change, Upgrade
-from gpuguard.errors import CommandError
+from gpuguard.errors import CommandError, GpuguardError
 from gpuguard.host import Host
 from gpuguard.probes.dpkg import read_packages
 from gpuguard.proof import boot_id
 from gpuguard.verbs.clock import now
 from gpuguard.verbs.holds import HoldChange, hold_again
+from gpuguard.verbs.inspect import look
 from gpuguard.window import (
     Phase,
     Window,
@@ -54,6 +56,9 @@ def recover_window(host: Host, config: Config | None) -> RecoveredWindow | None:
         return RecoveredWindow(window=window, phase=phase)
     holds = hold_again(host, config)
     restore_marks(host, window)
+    if config is not None:
+        with suppress(GpuguardError):  # what boots next is judged all the same
+            settle_boot_default(host, config, look(host, config, with_p2p=False), "window")
     message = f"interrupted while {phase.value}"
     ended = replace(
         window, outcome="interrupted", message=message, held=_held(host, window)
