@@ -178,6 +178,7 @@ def make_hold_box(root: Path) -> HoldBox:
         ),
     )  # fmt: skip
     (root / "var/lib/dpkg/status").touch()
+    (root / "var/lib/apt/lists/archive_InRelease").touch()  # fetched, and nothing to upgrade
     box.work.mkdir()
     box.dpkg("--add-architecture", "i386")
     box.install("dpkg")

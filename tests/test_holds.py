@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -308,3 +309,65 @@ def test_status_says_it_in_a_line_and_starts_no_apt(host: HoldBox, tmp_path: Pat
     assert not (tmp_path / "started").exists()
     assert problems("status", host.status()) == []
     assert host.status()["holds"]["held"] == ["libnvidia-ml1", IMAGE, "linux-image-amd64"]
+
+
+def fake_dpkg(folder: Path, script: str) -> str:
+    """A PATH on which dpkg is another; its script may start the real one as $REAL."""
+    folder.mkdir()
+    (folder / "dpkg").write_text(f"#!/bin/sh\nREAL={shutil.which('dpkg')}\n{script}")
+    (folder / "dpkg").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_what_dpkg_did_not_take_is_named_and_held_at_the_next_chance(
+    host: HoldBox, tmp_path: Path
+) -> None:
+    path = fake_dpkg(tmp_path / "bin", 'grep -v libnvidia | exec $REAL "$@"\n')
+    answer = host.run("--json", "hold", PATH=path)
+    assert answer.status == os.EX_SOFTWARE
+    assert answer.error["code"] == "hold-not-taken"
+    assert answer.error["message"] == "dpkg did not take 1 of 3 selections: libnvidia-ml1"
+    assert host.held() == [IMAGE, "linux-image-amd64"]
+    assert host.codes() == {"hold-lifted"}
+    assert hold_again(LocalHost(host.root), None).held == ("libnvidia-ml1",)
+    assert host.holds()["verdict"] == "ok"
+
+
+def test_a_dpkg_that_fails_leaves_all_as_it_was(host: HoldBox, tmp_path: Path) -> None:
+    host.run("hold", "bash")
+    before = host.ledger()
+    path = fake_dpkg(tmp_path / "bin", "echo 'dpkg: error: disk full' >&2; exit 2\n")
+    for verb in ("hold", "unhold"):
+        answer = host.run("--json", verb, PATH=path)
+        assert answer.status == os.EX_UNAVAILABLE
+        assert answer.error["detail"] == "dpkg: error: disk full"
+    assert host.ledger() == before
+    assert host.held() == ["bash"]
+
+
+def test_a_lock_taken_between_our_look_and_dpkgs_is_waited_for(
+    host: HoldBox, tmp_path: Path
+) -> None:
+    words = "dpkg: error: dpkg frontend lock was locked by another process with pid 4711"
+    once = f'test -e {tmp_path}/once || {{ touch {tmp_path}/once; echo "{words}" >&2; exit 2; }}\n'
+    answer = host.run("hold", PATH=fake_dpkg(tmp_path / "bin", f'{once}exec $REAL "$@"\n'))
+    assert answer.status == 0, answer.err
+    assert len(host.held()) == 3
+
+
+def test_unhold_needs_no_good_configuration(host: HoldBox) -> None:
+    host.run("hold")
+    (host.root / "etc/gpuguard/gpuguard.yaml").write_text("nonsense: true\n")
+    assert host.run("hold").status == os.EX_CONFIG
+    assert host.run("unhold").status == 0
+    assert host.held() == []
+
+
+def test_a_dpkg_status_that_cannot_be_read_is_not_no_holds(host: HoldBox) -> None:
+    host.run("hold")
+    status = host.root / "var/lib/dpkg/status"
+    status.rename(status.with_suffix(".old"))
+    status.mkdir()
+    assert host.run("holds").status == 3
+    assert host.findings()["holds-unknown"]["severity"] == "unknown"
+    assert host.run("unhold").status != 0

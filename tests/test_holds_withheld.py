@@ -95,6 +95,16 @@ def test_an_apt_that_cannot_be_asked_is_not_nothing_withheld(host: HoldBox, tmp_
     assert [f["code"] for f in answer.document["findings"]] == ["withheld-unknown"]
 
 
+@needs_tools
+def test_without_lists_nobody_knows(host: HoldBox) -> None:
+    lists = host.root / "var/lib/apt/lists"
+    for file in [path for path in lists.iterdir() if path.is_file()]:
+        file.unlink()
+    document = host.holds()
+    assert [f["code"] for f in document["findings"]] == ["withheld-unknown"]
+    assert document["lists_updated"] is None
+
+
 def test_since_stays_over_newer_candidates_and_starts_anew_with_another_version() -> None:
     one = Withheld(name="a", installed="1", candidate="2", security=False)
     record = WithheldRecord(looked="t", packages=dated([one], None, "t1"))

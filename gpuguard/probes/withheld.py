@@ -18,10 +18,11 @@ from gpuguard.core.holds import Withheld
 from gpuguard.core.packages import Package
 from gpuguard.errors import CommandError, ProbeError
 from gpuguard.host import Host
-from gpuguard.host.reading import read_text
+from gpuguard.host.reading import list_dir, read_text
 
 _SECONDS = 60.0
 _LISTS_DIRS = ("/var/lib/apt/lists", "/var/lib/apt/lists/partial")
+_NO_LIST = ("auxfiles", "lock", "partial")  # what else lies in apt's folder of lists
 _ARCHITECTURES = "/var/lib/dpkg/arch"
 # bookworm-security, noble-security; buster/updates before Debian 11; any suite of that mirror
 _SECURITY = re.compile(r"[a-z]-security/|/updates/|/debian-security ")
@@ -51,6 +52,10 @@ def probe_withheld(host: Host, packages: Mapping[str, Package]) -> tuple[Withhel
     held = sorted(name for name, p in packages.items() if p.is_held and not p.is_gone)
     if not held:
         return ()
+    if not _has_lists(host):
+        raise ProbeError(
+            "apt has fetched no lists of packages", hint="fetch them with: sudo apt-get update"
+        )
     known = {found.name: found for found in parse_policy(_ask(host, held, packages))}
     if lost := [name for name in held if name not in known]:
         raise ProbeError(f"apt-cache policy says nothing of {', '.join(lost)}")
@@ -85,7 +90,7 @@ def parse_policy(text: str) -> Iterator[Known]:
 def lists_updated(host: Host) -> str | None:
     """When apt's lists were fetched last (RFC 3339); None: never, or not to be seen."""
     times = []
-    for folder in _LISTS_DIRS:
+    for folder in _LISTS_DIRS if _has_lists(host) else ():
         try:
             times.append(host.path(folder).stat().st_mtime)
         except OSError:
@@ -93,6 +98,10 @@ def lists_updated(host: Host) -> str | None:
     if not times:
         return None
     return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _has_lists(host: Host) -> bool:
+    return any(name not in _NO_LIST for name in list_dir(host, _LISTS_DIRS[0]))
 
 
 def _newer(lines: Sequence[str]) -> Iterator[tuple[str, bool]]:
