@@ -149,7 +149,7 @@ def move_in(root: Path, unpacked: Path) -> None:
             target = root / parent / entry.name
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.is_symlink() or target.exists():  # an older version of the package
-                _remove(target)
+                target.rename(unpacked / f"old-{entry.name}")
             entry.rename(target)
     shutil.rmtree(unpacked)
 
@@ -226,13 +226,6 @@ def _copy_installed(host: Host, root: Path, package: str) -> None:
         except CommandError:  # another file system
             shutil.rmtree(target, ignore_errors=True)
             host.run("cp", "-a", str(source), str(target), timeout=_UNPACK_SECONDS)
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
 
 
 def _link(link: Path, target: str) -> None:

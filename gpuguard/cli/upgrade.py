@@ -26,7 +26,7 @@ from gpuguard.config import Config
 from gpuguard.config_file import load_config
 from gpuguard.errors import GpuguardError, LockHeldError, UsageError
 from gpuguard.verbs.rebuild import Outcome
-from gpuguard.verbs.upgrade import Report, carry_out
+from gpuguard.verbs.upgrade import Report, carry_out, noted_preflight
 from gpuguard.verbs.upgrade_preflight import Preflight, Wish, error_of, prepare
 from gpuguard.window import list_windows, read_window, window_document
 
@@ -93,7 +93,8 @@ def _run(context: Context, config: Config, wish: Wish) -> Report | None:
     progress = progress_for_terminal()
     try:
         with changing(context, config.lock_timeout_seconds):
-            preflight = prepare(context.host, config, wish, progress)
+            with noted_preflight(context.host):
+                preflight = prepare(context.host, config, wish, progress)
             progress.close()
             if preflight.refusals:
                 raise error_of(preflight)

@@ -17,21 +17,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuguard.build.scratch_headers import (
+    Scratch,
+    check_build_tools,
+    closure,
+    link_build,
+    move_in,
+    set_stamp,
+    source_dir,
+    stamp,
+    unpack,
+)
 from gpuguard.core.releases import release_key
-from gpuguard.errors import CommandError, CommandNotFoundError, PreflightError
+from gpuguard.errors import PreflightError
 from gpuguard.host import LocalHost
+from gpuguard.probes import apt
 
 _QUERY_SECONDS = 60.0
-_DOWNLOAD_SECONDS = 600.0
-_UNPACK_SECONDS = 300.0
-_UPDATE_HINT = "run `apt-get update` as root, and check that the package archive can be reached"
 
 # 6.1.0-47-amd64, 6.12.107+deb12-amd64, 6.8.0-90-generic; not 6.1.0-47-rt-amd64, not -cloud-,
 # not 6.12-amd64 (a meta-package)
 _PACKAGE = re.compile(r"linux-headers-(\d+\.\d+\.\d+(?:\+[^-]+)?(?:-\d+)?-(?:amd64|generic))")
 _META_PACKAGES = ("linux-headers-amd64", "linux-headers-generic")
-_PARTS = ("linux-headers-", "linux-kbuild-")  # of what a headers package depends on
 _INCLUDE = re.compile(r"^include .*/(linux-headers-[^/]+)/Makefile$", re.MULTILINE)
+
+
+__all__ = ["HeadersCache", "get_headers", "header_paths", "package_version", "source_dir"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +94,15 @@ def get_headers(
         if len(wanted) < (len(releases) or count):
             raise PreflightError(
                 f"apt offers no {count} kernels of one series with headers",
-                hint=_UPDATE_HINT,
+                hint=apt.UPDATE_HINT,
                 code="headers-unavailable",
             )
         for release in wanted:
             if release not in cached_releases(root):
                 say(f"downloading the headers of {release}")
                 _fetch(root, release)
-    _check_build_tools(root, wanted)
+    for release in wanted:
+        check_build_tools(root, release)
     return HeadersCache(root, tuple(sorted(wanted, key=release_key)))
 
 
@@ -145,18 +157,9 @@ def header_paths(root: Path, release: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def source_dir(root: Path, release: str) -> str:
-    """The kernel's source tree as a path inside ``root``: what SYSSRC must be."""
-    own = f"usr/src/linux-headers-{release}"
-    makefile = (root / own / "Makefile").read_text(errors="replace")
-    match = _INCLUDE.search(makefile)
-    return f"usr/src/{match[1]}" if match else own
-
-
 def package_version(root: Path, package: str) -> str | None:
     """Which version of a package was unpacked into a cache."""
-    stamp = root / "packages" / package
-    return stamp.read_text().strip() if stamp.exists() else None
+    return stamp(root, package)
 
 
 def _series(release: str) -> tuple[str, str]:
@@ -189,79 +192,16 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _fetch(root: Path, release: str) -> None:
-    with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as work:
-        for package, version in _closure(f"linux-headers-{release}"):
-            if package_version(root, package) != version:
-                unpacked = _download(Path(work), package, version)
-                _move_in(root, unpacked)
-                _stamp(root, package, version)
-    modules = root / "lib" / "modules" / release
-    modules.mkdir(parents=True, exist_ok=True)
-    _link(modules / "source", f"/{source_dir(root, release)}")
-    _link(modules / "build", f"/usr/src/linux-headers-{release}")
-
-
-def _closure(package: str) -> Iterator[tuple[str, str]]:
-    """The package and what it needs of headers and kbuild's programs: (name, version)."""
-    todo, seen = [package], {package}
-    while todo:
-        name = todo.pop()
-        fields = _candidate(name)
-        yield name, fields["Version"]
-        for alternatives in fields.get("Depends", "").split(","):
-            needed = alternatives.split("|")[0].split()
-            if needed and needed[0].startswith(_PARTS) and needed[0] not in seen:
-                seen.add(needed[0])
-                todo.append(needed[0])
-
-
-def _candidate(package: str) -> dict[str, str]:
-    """The control fields of the version that apt would install."""
-    shown = LocalHost().run(
-        "apt-cache", "show", "--no-all-versions", package, timeout=_QUERY_SECONDS, ok=None
-    )
-    fields = dict(re.findall(r"^(\w[\w-]*): (.*)$", shown.stdout, re.MULTILINE))
-    if "Version" not in fields:
-        raise PreflightError(
-            f"apt knows no package {package}", hint=_UPDATE_HINT, code="headers-unavailable"
-        )
-    return fields
-
-
-def _download(work: Path, package: str, version: str) -> Path:
     host = LocalHost()
-    proxies = {name: value for name, value in os.environ.items() if name.endswith("_proxy")}
-    try:
-        host.run(
-            "apt-get", "download", "-q", f"{package}={version}",
-            cwd=work, env=proxies, timeout=_DOWNLOAD_SECONDS,
-        )  # fmt: skip
-    except CommandNotFoundError:
-        raise
-    except CommandError as error:
-        raise PreflightError(
-            f"{package} {version} cannot be downloaded",
-            hint=_UPDATE_HINT,
-            code="headers-download",
-            detail=error.detail,
-        ) from error
-    archive = next(work.glob(f"{package}_*.deb"))
-    unpacked = work / package
-    host.run("dpkg-deb", "-x", str(archive), str(unpacked), timeout=_UNPACK_SECONDS)
-    archive.unlink()
-    return unpacked
-
-
-def _move_in(root: Path, unpacked: Path) -> None:
-    """Rename each folder of a package into the cache, so that none is ever half there."""
-    for parent in ("usr/src", "usr/lib"):
-        for entry in sorted((unpacked / parent).glob("linux-*")):
-            _drop_other_architectures(entry)
-            target = root / parent / entry.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.is_symlink() or target.exists():  # an older version of the package
-                target.rename(unpacked / f"old-{entry.name}")
-            entry.rename(target)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as work:
+        for package, version in closure(host, f"linux-headers-{release}"):
+            if stamp(root, package) != version:
+                unpacked = unpack(host, Scratch(Path(work), work), package, version)
+                for headers in (unpacked / "usr/src").glob("linux-*"):
+                    _drop_other_architectures(headers)
+                move_in(root, unpacked)
+                set_stamp(root, package, version)
+    link_build(root, release)
 
 
 def _drop_other_architectures(headers: Path) -> None:
@@ -271,40 +211,3 @@ def _drop_other_architectures(headers: Path) -> None:
     for folder in headers.glob("arch/*"):
         if folder.is_dir() and not folder.is_symlink() and folder.name != "x86":
             shutil.rmtree(folder)
-
-
-def _stamp(root: Path, package: str, version: str) -> None:
-    stamp = root / "packages" / package
-    stamp.parent.mkdir(exist_ok=True)
-    stamp.write_text(version + "\n")
-
-
-def _link(link: Path, target: str) -> None:
-    link.unlink(missing_ok=True)
-    link.symlink_to(target)
-
-
-def _check_build_tools(root: Path, releases: Sequence[str]) -> None:
-    """Kbuild's own programs come unpacked, not installed: nobody has looked at what they need."""
-    for release in releases:
-        headers = root / "usr/src" / f"linux-headers-{release}"
-        if missing := _missing_libraries((headers / "scripts").resolve()):
-            raise PreflightError(
-                f"kbuild's programs for {release} need {', '.join(missing)}",
-                hint="install the packages that provide them, e.g. libelf1",
-                code="kbuild-libraries",
-            )
-        # Debian's headers carry type information since 6.12, and kbuild then adds it to modules
-        if (headers / "vmlinux").exists() and not LocalHost().has_program("pahole"):
-            raise PreflightError(
-                f"modules for {release} cannot be finished without pahole",
-                hint="apt-get install pahole",
-                code="kbuild-programs",
-            )
-
-
-def _missing_libraries(scripts: Path) -> list[str]:
-    programs = (scripts / "mod/modpost", scripts.parent / "tools/objtool/objtool")
-    there = [str(program) for program in programs if program.exists()]
-    printed = LocalHost().run("ldd", *there, timeout=_QUERY_SECONDS, ok=None).stdout
-    return sorted(set(re.findall(r"(\S+) => not found", printed)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -30,6 +32,7 @@ from gpuguard.window import (
     Phase,
     Window,
     WindowBuild,
+    drop_window,
     file_window,
     new_id,
     read_window,
@@ -80,6 +83,25 @@ class Report:
                 return error.exit_status
         worst = worst_exit_status(self.outcomes, {})
         return worst or (os.EX_OK if self.window.reboot_safe else 1)
+
+
+@contextmanager
+def noted_preflight(host: Host) -> Iterator[None]:
+    """While it is looked and tried, a record says so; not over one that waits for its boot.
+
+    Raises:
+        StateError: the record cannot be read or written.
+    """
+    if read_window(host) is not None:
+        yield
+        return
+    started = now()
+    window = Window(id=new_id(host, started), started=started, boot_id=boot_id(host))
+    write_window(host, window.entering(Phase.PREFLIGHT, started))
+    try:
+        yield
+    finally:
+        drop_window(host)
 
 
 def carry_out(
