@@ -245,6 +245,18 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LanesConfig:
+    """The front before the lanes; lanes themselves are files of their own."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    listen: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:]+\]|[^:\[\]\s]+):\d{1,5}$")] = (
+        "127.0.0.1:8000"
+    )
+    retry_after_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The whole configuration.
 
@@ -267,4 +279,5 @@ class Config:
     upgrade: UpgradeConfig = field(default_factory=UpgradeConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    lanes: LanesConfig = field(default_factory=LanesConfig)
     lock_timeout_seconds: Annotated[float, Field(ge=0)] = 60.0

@@ -55,6 +55,7 @@ _VERBS = {
     "serve": "gpuguard.cli.serve:serve",
     "metrics": "gpuguard.cli.metrics:metrics",
     "demo": "gpuguard.cli.demo:demo",
+    "lane": "gpuguard.cli.lane:app",
     "config": "gpuguard.cli.config:app",
 }
 

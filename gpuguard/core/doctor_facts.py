@@ -45,6 +45,7 @@ class NvmlCard:
     bus_id: str
     uuid: str = ""
     memory_bytes: int | None = None
+    memory_used_bytes: int | None = None
     display_active: bool | None = None
     utilization_percent: int | None = None
     nvlink_peers: tuple[str, ...] = ()  # bus ids of the cards that it reaches by NVLink

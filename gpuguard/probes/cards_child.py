@@ -65,6 +65,7 @@ def _card(nvml: ModuleType, handle: Any) -> dict[str, Any]:
         "bus_id": _text(nvml.nvmlDeviceGetPciInfo(handle).busId),
         "uuid": _text(ask(lambda: nvml.nvmlDeviceGetUUID(handle)) or ""),
         "memory_bytes": ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
+        "memory_used_bytes": ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).used)),
         "display_active": ask(lambda: bool(nvml.nvmlDeviceGetDisplayActive(handle))),
         "utilization_percent": ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
         "nvlink_peers": [],

@@ -1,0 +1,232 @@
+"""``gpuguard lane``: look at the lanes, and switch between them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gpuguard.cli import lane_admin
+from gpuguard.cli.context import Context
+from gpuguard.cli.lane_session import Chosen, changing_lanes, intended, require_live
+from gpuguard.cli.lane_text import (
+    history_rows,
+    intent_document,
+    list_rows,
+    say_intent,
+    say_notices,
+    say_result,
+    say_status,
+    show_document,
+    show_text,
+    status_document,
+)
+from gpuguard.cli.render import shown, table
+from gpuguard.cli.session import require_root
+from gpuguard.errors import ConfigError
+from gpuguard.serving.lane_file import InvalidLaneError, lane_names, read_lane
+from gpuguard.serving.lint import errors_of
+from gpuguard.serving.sight import check_lane
+from gpuguard.serving.status import lane_rows, look_at_lanes
+from gpuguard.serving.store import read_history
+
+app = typer.Typer(
+    name="lane",
+    no_args_is_help=True,
+    help="Lanes of the serving stack: one command forward, one command back.",
+)
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", "-n", help="Say what would be done, and what is in its way.")
+]
+_SHOWN_HISTORY = 20
+
+
+@app.command("list")
+def list_lanes(ctx: typer.Context) -> None:
+    """List the lanes that are declared in /etc/gpuguard/lanes, and which one is active."""
+    context: Context = ctx.obj
+    rows = lane_rows(context.host)
+    if context.json:
+        context.print_json({"schema": 1, "lanes": list(rows)})
+        return
+    if not rows:
+        typer.echo("no lanes yet; write one with: gpuguard lane init int4")
+        return
+    typer.echo(table(list_rows(rows)))
+
+
+@app.command()
+def show(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A lane.")],
+    *,
+    rendered: Annotated[
+        bool, typer.Option("--rendered", help="Print the files that systemd would get.")
+    ] = False,
+) -> None:
+    """Show one lane with every default, or the unit made from it."""
+    context: Context = ctx.obj
+    lane = read_lane(context.host, name)
+    if context.json:
+        context.print_json(show_document(context, lane))
+    else:
+        typer.echo(show_text(context, lane, rendered=rendered), nl=False)
+
+
+@app.command()
+def validate(
+    ctx: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Only this lane; default: all.")
+    ] = None,
+) -> None:
+    """Check lanes: their files, and what would go wrong with them on this host.
+
+    Exit status: 0 fine (warnings are said), 78 a lane cannot be used.
+    """
+    context: Context = ctx.obj
+    names = (name,) if name else lane_names(context.host)
+    documents = []
+    is_bad = False
+    for one in names:
+        try:
+            lane = read_lane(context.host, one)
+        except ConfigError as error:
+            if name is not None and not context.json and not isinstance(error, InvalidLaneError):
+                raise
+            is_bad = True
+            detail = error.detail or error.message
+            documents.append({"name": one, "valid": False, "problems": [], "error": detail})
+            if not context.json:
+                typer.echo(f"{one}: {shown(error.message)} [{error.code}]", err=True)
+                for line in error.detail.splitlines():
+                    typer.echo(f"  | {shown(line)}", err=True)
+            continue
+        problems = check_lane(context.host, lane, read_history(context.host))
+        found = errors_of(problems)
+        is_bad = is_bad or bool(found)
+        entries = [
+            {"code": p.code, "severity": p.severity, "message": p.message, "remedy": p.remedy}
+            for p in problems
+        ]
+        documents.append({"name": one, "valid": not found, "problems": entries, "error": None})
+        if not context.json:
+            typer.echo(f"{one}: {'refused' if found else 'ok'} ({lane.lane_id})")
+            say_notices([(p.severity, p.code, p.message, p.remedy) for p in problems])
+    if context.json:
+        context.print_json({"schema": 1, "valid": not is_bad, "lanes": documents})
+    raise typer.Exit(ConfigError.exit_status if is_bad else 0)
+
+
+@app.command()
+def switch(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The lane that is to serve.")],
+    *,
+    dry_run: DryRun = False,
+) -> None:
+    """Stop the active lane, start another one, and go back if that is not good.
+
+    The old lane gets no new requests and time for those it has. The new one must be ready,
+    be what its file says, and pass its gate before it gets traffic; else the old one is
+    started again, then the fallbacks of the lane file.
+
+    Exit status: 0 done, 69 refused and nothing was stopped, 70 failed and another lane
+    serves, 71 failed and nothing serves, 75 another switch is under way.
+    """
+    _go(ctx.obj, Chosen(name), dry_run=dry_run)
+
+
+@app.command()
+def rollback(ctx: typer.Context, *, dry_run: DryRun = False) -> None:
+    """Go back to the lane that served before, exactly as it was then.
+
+    After a switch that failed altogether: start the last good lane. Exit status as of switch.
+    """
+    _go(ctx.obj, Chosen(None), dry_run=dry_run)
+
+
+def _go(context: Context, chosen: Chosen, *, dry_run: bool) -> None:
+    require_live(context)
+    if dry_run:
+        intent = intended(context, chosen, keep=False)
+        if context.json:
+            context.print_json(intent_document(intent))
+        else:
+            say_intent(intent)
+        raise typer.Exit(69 if intent.refusals else 0)
+    require_root(context)
+    with changing_lanes(context) as lanes:
+        interrupted = lanes.finish_interrupted()
+        if interrupted is not None:
+            say_result(context, *interrupted, quiet=context.json)
+        intent = chosen.intend(lanes, keep=True)
+        if intent.switch is None:
+            if context.json:
+                context.print_json(intent_document(intent))
+            else:
+                typer.echo(f"{intent.release.release_id} serves already; nothing to do")
+            return
+        result, steps = lanes.carry_out(intent)
+    raise typer.Exit(say_result(context, result, steps))
+
+
+@app.command()
+def resume(ctx: typer.Context) -> None:
+    """Bring an interrupted switch to its end, and start the active lane if it does not run.
+
+    This is what gpuguard-lane.service does after a boot. Exit status as of switch.
+    """
+    context: Context = ctx.obj
+    require_live(context)
+    require_root(context)
+    status = 0
+    with changing_lanes(context) as lanes:
+        done = lanes.finish_interrupted()
+        if done is not None:
+            status = say_result(context, *done)
+        lane = lanes.start_active()
+        lanes.reopen_front()
+    if done is None and context.json:
+        context.print_json({"schema": 1, "active": None if lane is None else lane.lane_id})
+    elif done is None:
+        typer.echo("no lane is active" if lane is None else f"{lane.lane_id} is started")
+    raise typer.Exit(status)
+
+
+@app.command()
+def status(ctx: typer.Context) -> None:
+    """Show which lane serves, how it is, and what is not as it should be.
+
+    Exit status: 0 fine, 1 not, 3 could not be determined.
+    """
+    context: Context = ctx.obj
+    seen = look_at_lanes(context.host)
+    if context.json:
+        context.print_json(status_document(seen))
+    else:
+        say_status(seen)
+    raise typer.Exit(seen.exit_status)
+
+
+@app.command()
+def history(
+    ctx: typer.Context,
+    *,
+    number: Annotated[
+        int, typer.Option("--number", min=1, help="How many switches, the newest.")
+    ] = _SHOWN_HISTORY,
+) -> None:
+    """List the switches: from where to where, how they ended, and why."""
+    context: Context = ctx.obj
+    entries = read_history(context.host)[-number:]
+    if context.json:
+        context.print_json({"schema": 1, "switches": list(entries)})
+    elif not entries:
+        typer.echo("no switches yet")
+    else:
+        typer.echo("\n".join(history_rows(entries)))
+
+
+for _verb in (lane_admin.init, lane_admin.manifest, lane_admin.prepare, lane_admin.setup):
+    app.command()(_verb)

@@ -1,0 +1,169 @@
+"""``gpuguard lane`` around the switch: presets, manifests, the front, what units call."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from typing import Annotated
+
+import typer
+
+from gpuguard.cli.context import Context
+from gpuguard.cli.lane_session import lanes_config
+from gpuguard.cli.session import require_root
+from gpuguard.errors import ConfigError, StateError, UsageError
+from gpuguard.host.notify import journal
+from gpuguard.serving import front_setup
+from gpuguard.serving import prepare as preparation
+from gpuguard.serving.lane import NAME
+from gpuguard.serving.lane_file import lane_file
+from gpuguard.serving.manifest import write_manifest
+from gpuguard.verbs.setup import find_program
+
+PRESETS = ("int4", "fp8", "bf16", "dense27b")
+
+
+def preset_text(name: str) -> str:
+    """A preset's file."""
+    return resources.files("gpuguard").joinpath(f"resources/lanes/{name}.yaml").read_text()
+
+
+def init(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new lane.")],
+    *,
+    preset: Annotated[
+        str | None,
+        typer.Option("--preset", help="int4, fp8, bf16 or dense27b; default: as the name."),
+    ] = None,
+    stdout: Annotated[
+        bool, typer.Option("--stdout", help="Print the file, write nothing.")
+    ] = False,
+) -> None:
+    """Write a lane file from a preset; put your image's digest and your model's path into it."""
+    context: Context = ctx.obj
+    source = preset or name
+    if source not in PRESETS or not NAME.fullmatch(name):
+        raise UsageError(
+            f"there is no preset {source}" if source not in PRESETS else f"{name}: no lane's name",
+            hint=f"presets: {', '.join(PRESETS)}",
+        )
+    text = preset_text(source).replace(f"\nname: {source}\n", f"\nname: {name}\n")
+    if stdout:
+        typer.echo(text, nl=False)
+        return
+    require_root(context)
+    file = lane_file(name)
+    if os.path.lexists(context.host.path(file, follow=False)):
+        raise ConfigError(
+            f"{file}: exists, and is left alone",
+            code="lane-exists",
+            hint="print the preset with --stdout",
+        )
+    try:
+        context.host.replace_file(file, text.encode())
+    except OSError as error:
+        raise StateError(
+            f"{file} cannot be written: {error.strerror}", code="state-unwritable"
+        ) from error
+    context.output.has_acted = True
+    if context.json:
+        context.print_json({"schema": 1, "file": file})
+    else:
+        typer.echo(f"wrote {file}; edit it, then run:\n  gpuguard lane validate {name}")
+
+
+def manifest(
+    ctx: typer.Context,
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a model.")],
+) -> None:
+    """Hash a model's files, and write the manifest that a lane pins into its folder."""
+    context: Context = ctx.obj
+    if not folder.startswith("/"):
+        raise UsageError(f"{folder}: give an absolute path (inside the root)")
+
+    def progress(text: str) -> None:
+        if not context.json:
+            typer.echo(text, err=True)
+
+    digest, number = write_manifest(context.host, folder.rstrip("/"), progress)
+    context.output.has_acted = True
+    if context.json:
+        context.print_json({"schema": 1, "manifest_sha256": digest, "files": number})
+    else:
+        typer.echo(f"manifest_sha256: {digest}")
+
+
+def prepare(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A lane.")],
+) -> None:
+    """What a lane's unit runs before each start: decide about P2P from what is proven now.
+
+    Exit status: 0 start it, 69 do not.
+    """
+    context: Context = ctx.obj
+    require_root(context)
+    done = preparation.prepare(context.host, name)
+    for note in done.notes:
+        journal(f"lane {name}: {note}", priority="warning", lane=done.lane_id)
+    if context.json:
+        document = {"lane_id": done.lane_id, "environment": done.environment}
+        context.print_json({"schema": 1, **document, "notes": list(done.notes)})
+
+
+def setup(
+    ctx: typer.Context,
+    *,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Say what would be written, and stop.")
+    ] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Take the units and the front's file away.")
+    ] = False,
+) -> None:
+    """Install the front (a proxy with one address for all lanes) and the start at boot.
+
+    Nothing is started or stopped: systemctl does that, or the next boot.
+    """
+    context: Context = ctx.obj
+    require_root(context)
+    host = context.host
+    if remove:
+        paths = front_setup.removable(host)
+    else:
+        config = lanes_config(context)
+        program = find_program(host)
+        files = front_setup.wanted_files(host, config.listen, config.retry_after_seconds, program)
+        paths = front_setup.differing(host, files)
+    if not dry_run:
+        try:
+            if remove:
+                for path in paths:
+                    host.remove_file(path)
+            else:
+                front_setup.install(host, files, paths)
+        except OSError as error:
+            raise StateError(
+                f"{error.filename} cannot be written: {error.strerror}", code="state-unwritable"
+            ) from error
+        context.output.has_acted = bool(paths)
+    _say_setup(context, paths, remove=remove, dry_run=dry_run)
+
+
+def _say_setup(context: Context, paths: tuple[str, ...], *, remove: bool, dry_run: bool) -> None:
+    if context.json:
+        context.print_json({"schema": 1, "changed": list(paths), "dry_run": dry_run})
+        return
+    word = "remove" if remove else "write"
+    for path in paths:
+        typer.echo(f"{word:<8} {path}")
+    if not paths:
+        typer.echo("nothing to do")
+    elif not dry_run:
+        units = " ".join(front_setup.OUR_UNITS)
+        typer.echo("now run: systemctl daemon-reload")
+        if not remove:
+            typer.echo(f"and: systemctl start {units}")
+        else:
+            typer.echo(f"and: systemctl stop {units}")

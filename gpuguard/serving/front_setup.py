@@ -1,0 +1,71 @@
+"""Install what stands before and behind the lanes: the proxy's unit, and the start at boot."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+
+from gpuguard.host import Host
+from gpuguard.host.reading import read_text
+from gpuguard.serving.front_config import UNIT, Route, parse_route, render_front
+from gpuguard.serving.lane import DEFAULT_PORT
+from gpuguard.serving.lanes import active_release
+from gpuguard.serving.render import UNITS
+from gpuguard.state import FRONT_FILE, LANES_DIR
+
+BOOT_UNIT = "gpuguard-lane.service"
+OUR_UNITS = (UNIT, BOOT_UNIT)
+_WANTS = f"{UNITS}/multi-user.target.wants"
+
+
+def wanted_files(host: Host, listen: str, retry_after: int, program: str) -> dict[str, str]:
+    """Path -> content of everything that should be there."""
+    files = {f"{UNITS}/{name}": _template(name, program) for name in OUR_UNITS}
+    route = parse_route(read_text(host, FRONT_FILE) or "")
+    release = active_release(host)
+    if route is None:
+        port = DEFAULT_PORT if release is None else release.lane.port
+        route = Route(port, is_open=release is not None)
+    files[FRONT_FILE] = render_front(listen, retry_after, route)
+    return files
+
+
+def differing(host: Host, files: dict[str, str]) -> tuple[str, ...]:
+    """Paths that have to be written, and links that have to be made."""
+    changed = [path for path, text in files.items() if read_text(host, path) != text]
+    links = [f"{_WANTS}/{name}" for name in OUR_UNITS]
+    changed += [link for link in links if not host.path(link, follow=False).is_symlink()]
+    return tuple(changed)
+
+
+def install(host: Host, files: dict[str, str], changed: tuple[str, ...]) -> None:
+    """Write them, and have both started at boot.
+
+    Raises:
+        OSError: one cannot be written.
+    """
+    host.make_dir(LANES_DIR)
+    for path in changed:
+        if path in files:
+            host.replace_file(path, files[path].encode())
+        else:
+            link = host.path(path, follow=False)
+            host.make_dir(_WANTS)
+            link.unlink(missing_ok=True)
+            link.symlink_to(f"../{path.rpartition('/')[2]}")
+
+
+def removable(host: Host) -> tuple[str, ...]:
+    """What of it is there."""
+    paths = [
+        *(f"{_WANTS}/{name}" for name in OUR_UNITS),
+        *(f"{UNITS}/{name}" for name in OUR_UNITS),
+        FRONT_FILE,
+    ]
+    there = (path for path in paths if os.path.lexists(host.path(path, follow=False)))
+    return tuple(there)
+
+
+def _template(name: str, program: str) -> str:
+    text = resources.files("gpuguard").joinpath(f"resources/lanes/{name}").read_text()
+    return text.replace("@PROGRAM@", program)

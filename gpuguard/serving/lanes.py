@@ -1,0 +1,245 @@
+"""The use cases: switch, roll back, go on after a crash or a boot, and look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from gpuguard.errors import ConfigError, PreflightError, StateError
+from gpuguard.host import Host
+from gpuguard.proof import boot_id
+from gpuguard.serving import store
+from gpuguard.serving.front import Front, quietly
+from gpuguard.serving.front_config import Route
+from gpuguard.serving.history import expected_seconds
+from gpuguard.serving.install import install_release
+from gpuguard.serving.lane import Lane
+from gpuguard.serving.lane_file import read_lane
+from gpuguard.serving.lint import errors_of
+from gpuguard.serving.machine import Switch, recover
+from gpuguard.serving.preflight import Refusal
+from gpuguard.serving.render import render
+from gpuguard.serving.sight import check_lane, disk_problem
+from gpuguard.serving.steps import Settings, Steps
+from gpuguard.serving.store import Release
+from gpuguard.serving.switching import Result, new_switch, run
+from gpuguard.serving.systemd import Systemd
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told: of each step, and of what happens within one."""
+
+    step: Callable[[Switch, float | None], None]
+    progress: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """What a switch would do. ``switch`` None: the lane serves already."""
+
+    switch: Switch | None
+    release: Release
+    refusals: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float | None = None
+    first: bool = False
+
+
+class Lanes:
+    """The lanes of a host.
+
+    Args:
+        host: where.
+        program: tells how units call gpuguard; the first word is absolute.
+        settings: of the configuration.
+        listener: who is told.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        program: Callable[[], tuple[str, ...]],
+        settings: Settings,
+        listener: Listener,
+    ) -> None:
+        self._host = host
+        self._program = program
+        self._settings = settings
+        self._listener = listener
+
+    # --- what would be done
+
+    def intend_switch(self, name: str, *, keep: bool) -> Intent:
+        """What ``switch NAME`` does.
+
+        Args:
+            name: of a lane file.
+            keep: write the releases down; a dry run does not.
+
+        Raises:
+            ConfigError: there is no such lane, or its file is wrong.
+            StateError, ProbeError: what is recorded cannot be read or written.
+        """
+        lane = read_lane(self._host, name)
+        release = Release(lane, render(lane, self._program()))
+        return self._intend("switch", release, keep=keep)
+
+    def intend_rollback(self) -> Intent:
+        """What ``rollback`` does.
+
+        Raises:
+            PreflightError: there is nothing to go back to.
+            StateError, ProbeError: what is recorded cannot be read.
+        """
+        target = store.read_active(self._host).rollback_target
+        if target is None:
+            raise PreflightError(
+                "there is no lane to go back to: no other one was ever active here",
+                code="lane-no-previous",
+                hint="gpuguard lane switch NAME",
+            )
+        return self._intend("rollback", store.read_release(self._host, target), keep=False)
+
+    def _intend(self, kind: str, release: Release, *, keep: bool) -> Intent:
+        lane_id, active = release.release_id, store.read_active(self._host).lane_id
+        first = not store.is_warm(self._host, lane_id)
+        seconds = self._expected(lane_id, first=first)
+        if active == lane_id and Systemd(self._host).show(release.lane.unit).is_running:
+            return Intent(None, release, seconds=seconds, first=first)
+        if keep and disk_problem(self._host) is None:
+            store.write_release(self._host, release)
+        chain, note = self._chain(release.lane, keep=keep)
+        switch = new_switch(self._host, kind, lane_id, active, chain, note)
+        return Intent(switch, release, seconds=seconds, first=first)
+
+    def _chain(self, lane: Lane, *, keep: bool) -> tuple[tuple[str, ...], str]:
+        """Fallbacks as releases: what was good before, else what the file says now."""
+        chain, missing = [], []
+        for name in lane.fallback:
+            known = store.find_release(self._host, name)
+            if known is None:
+                try:
+                    known = self._release_of_file(name, keep=keep)
+                except ConfigError as error:
+                    missing.append(f"{name} ({error.message})")
+                    continue
+            chain.append(known)
+        note = f"no fallback: {', '.join(missing)}" if missing else ""
+        return tuple(chain), note
+
+    def _release_of_file(self, name: str, *, keep: bool) -> str:
+        lane = read_lane(self._host, name)
+        if errors := errors_of(check_lane(self._host, lane, store.read_history(self._host))):
+            raise ConfigError(errors[0].message, code="lane-invalid")
+        if keep:
+            store.write_release(self._host, Release(lane, render(lane, self._program())))
+        return lane.lane_id
+
+    def look(self, intent: Intent) -> Intent:
+        """The intent with everything that is in its way."""
+        if intent.switch is None:
+            return intent
+        steps = _Overlay(self._host, self._settings, self._listener.progress, intent.release)
+        refused = steps.look(intent.switch)
+        return replace(intent, refusals=refused, notes=(*intent.switch.notes, *steps.notes))
+
+    # --- do it
+
+    def carry_out(self, intent: Intent) -> tuple[Result, Steps]:
+        """Make the switch of an intent that has one."""
+        assert intent.switch is not None  # noqa: S101 - the caller has looked
+        if (problem := disk_problem(self._host)) is not None:  # not even our own record fits
+            raise PreflightError(problem, code="lane-disk-full", hint="df -h /var/lib/gpuguard")
+        return self._run(intent.switch)
+
+    def _run(self, switch: Switch) -> tuple[Result, Steps]:
+        steps = Steps(self._host, self._settings, self._listener.progress)
+        return run(self._host, switch, steps, self._say), steps
+
+    def _say(self, switch: Switch) -> None:
+        first = not store.is_warm(self._host, switch.target)
+        self._listener.step(switch, self._expected(switch.target, first=first))
+
+    def _expected(self, lane_id: str, *, first: bool) -> float | None:
+        return expected_seconds(store.read_history(self._host), lane_id, first=first)
+
+    def finish_interrupted(self) -> tuple[Result, Steps] | None:
+        """Bring an interrupted switch to its end; None: there is none.
+
+        Raises:
+            StateError, ProbeError: what is recorded cannot be read.
+        """
+        switch = store.read_switch(self._host)
+        if switch is None:
+            return None
+        here = boot_id(self._host)
+        after = recover(switch, same_boot=switch.boot_id == here)
+        return self._run(replace(after, boot_id=here))
+
+    def start_active(self) -> Lane | None:
+        """Start the lane that should serve, if it does not; None: none should.
+
+        Raises:
+            StateError, ProbeError: what is recorded cannot be read.
+            CommandError: systemd refuses.
+        """
+        active = store.read_active(self._host).lane_id
+        if active is None:
+            return None
+        release = store.read_release(self._host, active)
+        systemd = Systemd(self._host)
+        state = systemd.show(release.lane.unit)
+        if install_release(self._host, release) or state.needs_reload:
+            systemd.reload()
+        if state.is_stopped:
+            systemd.start(release.lane.unit)
+        return release.lane
+
+    def reopen_front(self) -> str | None:
+        """Send traffic to the active lane if the proxy does not; why that cannot be done."""
+        release = active_release(self._host)
+        front = Front(self._host, self._settings.retry_after)
+        if release is None or not front.is_installed():
+            return None
+        route = Route(release.lane.port, is_open=True)
+        return quietly(lambda: front.set_route(route))
+
+
+class _Overlay(Steps):
+    """Looks for a release that is not kept yet."""
+
+    def __init__(
+        self,
+        host: Host,
+        settings: Settings,
+        progress: Callable[[str], None],
+        release: Release,
+    ) -> None:
+        super().__init__(host, settings, progress)
+        self._new = release
+
+    def _release(self, lane_id: str) -> Release:
+        if lane_id == self._new.release_id:
+            return self._new
+        return super()._release(lane_id)
+
+
+def is_edited(host: Host, lane: Lane) -> bool | None:
+    """Whether the file of a lane says something else than what was started from it.
+
+    None: the file is gone, or is none any more.
+    """
+    try:
+        return read_lane(host, lane.name).sha256 != lane.sha256
+    except ConfigError:
+        return None
+
+
+def active_release(host: Host) -> Release | None:
+    """The release that should serve; None: none, or its record is gone."""
+    active = store.read_active(host).lane_id
+    with suppress(StateError):
+        return None if active is None else store.read_release(host, active)
+    return None

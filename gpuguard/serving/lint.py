@@ -1,0 +1,277 @@
+"""What is wrong with a lane before anything is stopped for it. No I/O.
+
+Errors keep a lane from being started; warnings are said. What cannot be known here (how many
+cards there are) is no reason to refuse, and is said, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpuguard.core.doctor_serving import parse_level
+from gpuguard.serving.alignment import ModelShape, aligned_block
+from gpuguard.serving.lane import RESERVED_ARGS, Lane
+
+_DIGEST = re.compile(r"[^@\s]+@sha256:(?P<hex>[0-9a-f]{64})")
+_PLACEHOLDER = "0" * 64
+_READY_VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
+_ENGINE_READY_SECONDS = 600.0  # vLLM's default
+_ALL_REDUCE_CARDS = 2  # more PCIe cards than that, and vLLM turns its own all-reduce off
+_TRUE = ("1", "true", "True")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a lane."""
+
+    code: str
+    severity: str  # "error", "warning"
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is known besides the lane file. None: it is not known.
+
+    ``pool_tokens``: KV tokens that the engine reported the last time. ``nvlink``: every pair of
+    cards has it. ``level``: NCCL_P2P_LEVEL that the cards' distance asks for.
+    """
+
+    cards: int | None = None
+    pool_tokens: int | None = None
+    nvlink: bool | None = None
+    level: str | None = None
+    flags: frozenset[str] = frozenset()
+    lanes: frozenset[str] | None = None
+    shape: ModelShape | None = None
+
+
+def lint(lane: Lane, known: Surroundings) -> tuple[Problem, ...]:
+    """Errors first, in the order of the checks."""
+    found = [
+        *_engine(lane),
+        *_arguments(lane, known),
+        *_timeouts(lane),
+        *_cards(lane, known),
+        *_cache(lane, known),
+        *_p2p(lane, known),
+        *_others(lane, known),
+    ]
+    return tuple(sorted(found, key=lambda problem: problem.severity != "error"))
+
+
+def errors_of(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
+    """Those that keep the lane from being started."""
+    return tuple(problem for problem in problems if problem.severity == "error")
+
+
+def _error(code: str, message: str, remedy: str) -> Problem:
+    return Problem(code, "error", message, remedy)
+
+
+def _warning(code: str, message: str, remedy: str) -> Problem:
+    return Problem(code, "warning", message, remedy)
+
+
+def _engine(lane: Lane) -> Iterator[Problem]:
+    image = lane.engine.image
+    if image is None:
+        return
+    match = _DIGEST.fullmatch(image)
+    if match is None:
+        yield _error(
+            "lane-image-floating",
+            f"engine.image {image} has no digest: the same name is another engine tomorrow",
+            "name it by digest: REPOSITORY@sha256:…, as podman image inspect shows it",
+        )
+    elif match["hex"] == _PLACEHOLDER:
+        yield _error(
+            "lane-image-placeholder",
+            "engine.image is the placeholder of the preset",
+            "put the digest of your image there",
+        )
+
+
+def _arguments(lane: Lane, known: Surroundings) -> Iterator[Problem]:
+    if lane.args.get("load-format") == "dummy":
+        yield _error(
+            "lane-dummy-weights",
+            "load-format: dummy serves random weights; a test with them tests nothing",
+            "leave load-format out",
+        )
+    for flag in sorted(set(RESERVED_ARGS) & lane.args.keys()):
+        yield _error(
+            "lane-argument-reserved",
+            f"args.{flag} is set by gpuguard itself",
+            "use port, model.path and model.served_name of the lane",
+        )
+    if "api-key" in lane.args:
+        yield _error(
+            "lane-secret",
+            "args.api-key can be read by everybody in the process list",
+            "let the proxy in front ask for the key",
+        )
+    for flag in lane.args:
+        plain = flag.removeprefix("no-").split(".")[0]
+        if known.flags and not {flag, plain} & known.flags and flag not in RESERVED_ARGS:
+            yield _warning(
+                "lane-flag-unknown",
+                f"args.{flag} is not known to this gpuguard",
+                "check its spelling against vllm serve --help=all of the lane's own engine",
+            )
+
+
+def _timeouts(lane: Lane) -> Iterator[Problem]:
+    shutdown = lane.number("shutdown-timeout")
+    if not shutdown or shutdown <= 0:
+        yield _error(
+            "lane-shutdown-timeout",
+            "shutdown-timeout is 0: with a request in flight vLLM kills its engine and then "
+            "waits for the client without limit",
+            "args: {shutdown-timeout: 120}",
+        )
+    elif lane.timeouts.stop <= shutdown:
+        yield _error(
+            "lane-stop-timeout",
+            f"timeouts.stop ({lane.timeouts.stop:g} s) is not above shutdown-timeout "
+            f"({shutdown:g} s): requests would be cut off",
+            f"timeouts: {{stop: {shutdown + 30:g}}}",
+        )
+    ready = _engine_ready(lane)
+    if lane.timeouts.first_start < ready:
+        yield _error(
+            "lane-start-timeout",
+            f"timeouts.first_start ({lane.timeouts.first_start:g} s) is under the engine's own "
+            f"limit ({_READY_VARIABLE}, {ready:g} s): it is killed while it still may come up",
+            f"timeouts: {{first_start: {ready + 60:g}}}, or a lower {_READY_VARIABLE} in env",
+        )
+    elif _READY_VARIABLE not in lane.env and lane.timeouts.first_start > _ENGINE_READY_SECONDS:
+        yield _warning(
+            "lane-engine-timeout",
+            f"the engine gives up after {_ENGINE_READY_SECONDS:g} s, before "
+            f"timeouts.first_start ({lane.timeouts.first_start:g} s)",
+            f"env: {{{_READY_VARIABLE}: {max(600, lane.timeouts.first_start - 60):g}}}",
+        )
+
+
+def _engine_ready(lane: Lane) -> float:
+    try:
+        return float(lane.env.get(_READY_VARIABLE, _ENGINE_READY_SECONDS))
+    except ValueError:
+        return _ENGINE_READY_SECONDS
+
+
+def _cards(lane: Lane, known: Surroundings) -> Iterator[Problem]:
+    parallel = lane.tensor_parallel
+    if lane.engine.gpus == "none":
+        return
+    if known.cards is None:
+        yield _warning(
+            "lane-cards-unknown",
+            "how many cards there are could not be found out",
+            "run: gpuguard verify",
+        )
+    elif parallel > known.cards:
+        yield _error(
+            "lane-too-few-cards",
+            f"tensor-parallel-size is {parallel}, and there are {known.cards} cards",
+            "gpuguard doctor tells why a card is missing; else lower tensor-parallel-size",
+        )
+    if parallel > _ALL_REDUCE_CARDS and not known.nvlink and not _has_no_all_reduce(lane):
+        yield _warning(
+            "lane-custom-all-reduce",
+            f"vLLM's custom all-reduce is off on {parallel} cards without NVLink, with or without "
+            "P2P; left to decide, some builds die in graph capture",
+            "args: {disable-custom-all-reduce: true}",
+        )
+
+
+def _has_no_all_reduce(lane: Lane) -> bool:
+    return lane.args.get("disable-custom-all-reduce") is True
+
+
+def _cache(lane: Lane, known: Surroundings) -> Iterator[Problem]:
+    length = lane.max_model_len
+    for tokens, source in ((lane.expect.kv_tokens, "expect.kv_tokens"),
+                           (known.pool_tokens, "what the engine reported last")):  # fmt: skip
+        if length is not None and tokens is not None and tokens < length:
+            yield _error(
+                "lane-model-len",
+                f"max-model-len {length} does not fit into the KV pool: {tokens} ({source})",
+                f"args: {{max-model-len: {tokens}}}, or more memory for the pool",
+            )
+            return
+    block = lane.number("block-size")
+    if known.shape is None:
+        return
+    size = aligned_block(
+        known.shape,
+        tensor_parallel=lane.tensor_parallel,
+        kv_dtype=str(lane.args.get("kv-cache-dtype", "auto")),
+        state_dtype=str(lane.args.get("mamba-ssm-cache-dtype", "auto")),
+        block_size=None if block is None else int(block),
+    )
+    if block is not None and size is not None and size > block:
+        yield _warning(
+            "lane-block-size",
+            f"block-size {block:g} is smaller than a state page: vLLM would run {size}",
+            f"args: {{block-size: {size}}}",
+        )
+
+
+def _p2p(lane: Lane, known: Surroundings) -> Iterator[Problem]:
+    wants = lane.requires.p2p != "none"
+    level = lane.env.get("NCCL_P2P_LEVEL")
+    if wants and lane.env.get("NCCL_P2P_DISABLE", "").strip() == "1":
+        yield _error(
+            "lane-p2p-disabled",
+            f"requires.p2p is {lane.requires.p2p}, and env sets NCCL_P2P_DISABLE=1: P2P paid "
+            "for, switched off",
+            "leave NCCL_P2P_DISABLE out: gpuguard sets it when there is no proof",
+        )
+    if wants and lane.engine.gpus == "none":
+        yield _error(
+            "lane-p2p-without-cards",
+            f"requires.p2p is {lane.requires.p2p}, and engine.gpus is none",
+            "requires: {p2p: none}",
+        )
+    if level is not None and parse_level(level) is None:
+        yield _warning(
+            "lane-nccl-level",
+            f"NCCL does not know NCCL_P2P_LEVEL={level}, and ignores it",
+            "one of PIX, PXB, PHB, SYS",
+        )
+    elif level is None and wants and lane.tensor_parallel > 1 and not known.nvlink:
+        needed = known.level or "SYS"
+        yield _warning(
+            "lane-nccl-level",
+            "NCCL by itself uses P2P up to a common PCIe bridge only (PXB); between cards behind "
+            "the CPU it goes through host memory",
+            f"env: {{NCCL_P2P_LEVEL: {needed}}}, unless gpuguard doctor says otherwise",
+        )
+
+
+def _others(lane: Lane, known: Surroundings) -> Iterator[Problem]:
+    if lane.model.manifest_sha256 is None:
+        yield _warning(
+            "lane-model-unpinned",
+            "model.manifest_sha256 is not set: a changed model would not be noticed",
+            f"gpuguard lane manifest {lane.model.path}",
+        )
+    for name in lane.fallback:
+        if name == lane.name or (known.lanes is not None and name not in known.lanes):
+            what = "is this lane" if name == lane.name else "does not exist"
+            yield _error(
+                "lane-fallback-unknown",
+                f"fallback {name} {what}",
+                "gpuguard lane list shows what there is",
+            )
+    if lane.env.get("VLLM_SKIP_P2P_CHECK", "1") not in _TRUE and lane.requires.p2p != "none":
+        yield _warning(
+            "lane-p2p-check",
+            "VLLM_SKIP_P2P_CHECK=0: vLLM believes its cache file until that is removed",
+            "leave it out: gpuguard proves P2P by itself",
+        )

@@ -1,0 +1,74 @@
+"""Is the cards' memory free again after a lane was stopped?
+
+An engine that starts beside the rest of another one runs out of memory, is started again, and so
+on. What is in use without a lane (a display) is remembered while none runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from gpuguard.core.doctor_facts import NvmlCard
+from gpuguard.errors import CommandError, ProbeError, StateError
+from gpuguard.host import Host
+from gpuguard.probes.cards_nvml import probe_nvml_cards
+from gpuguard.serving.store import read_baseline, write_baseline
+
+_MARGIN = 512 << 20
+_UNKNOWN_BASELINE = 1 << 30
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryView:
+    """``problem``: what is not free; ``note``: why nobody could look."""
+
+    problem: str | None = None
+    note: str | None = None
+
+
+def still_in_use(
+    cards: Iterable[NvmlCard], baseline: dict[str, int], margin: int = _MARGIN
+) -> Iterator[str]:
+    """What keeps each card from being free."""
+    for card in cards:
+        if card.processes:
+            pids = ", ".join(map(str, card.processes))
+            yield f"{card.bus_id} is used by process {pids}"
+        elif card.memory_used_bytes is not None:
+            allowed = baseline.get(card.uuid, _UNKNOWN_BASELINE - margin) + margin
+            if card.memory_used_bytes > allowed:
+                used, limit = card.memory_used_bytes >> 20, allowed >> 20
+                yield f"{card.bus_id} has {used} MiB in use, at most {limit} are expected"
+
+
+def wait_until_free(host: Host, seconds: float) -> MemoryView:
+    """Wait until the memory of every card is back, for at most so long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        cards, problem = _look(host)
+        if problem is not None:
+            return MemoryView(note=f"whether the cards' memory is free is not known: {problem}")
+        found = list(still_in_use(cards, read_baseline(host)))
+        if not found or time.monotonic() >= deadline:
+            return MemoryView(problem="; ".join(found) or None)
+        time.sleep(_POLL_SECONDS)
+
+
+def remember_baseline(host: Host) -> None:
+    """While no lane runs: keep what the cards have in use."""
+    cards, problem = _look(host)
+    if problem is None and not any(card.processes for card in cards):
+        used = {c.uuid: c.memory_used_bytes for c in cards if c.memory_used_bytes is not None}
+        if used:
+            write_baseline(host, used)
+
+
+def _look(host: Host) -> tuple[tuple[NvmlCard, ...], str | None]:
+    try:
+        cards, problem = probe_nvml_cards(host)
+    except (CommandError, ProbeError, StateError) as error:
+        return (), error.message
+    return tuple(cards.values()), problem

@@ -1,0 +1,112 @@
+"""``gpuguard lane prepare NAME``: what each start of a lane's unit does first.
+
+Decides the environment from what is proven *now*, also after a boot or a crash, when nobody
+switches. Also refuses a lane that nobody chose: two of them do not fit on the cards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gpuguard.errors import PreflightError, ProbeError
+from gpuguard.host import Host
+from gpuguard.host.reading import read_bytes
+from gpuguard.probes.kernels import probe_running
+from gpuguard.probes.p2p import probe_pci_gpus
+from gpuguard.serving.lane import Lane
+from gpuguard.serving.machine import Step
+from gpuguard.serving.p2p_policy import fingerprint
+from gpuguard.serving.render import cache_dir, env_file
+from gpuguard.serving.sight import driver_of, p2p_of, proof_of
+from gpuguard.serving.store import read_active, read_release, read_switch
+from gpuguard.state import LANE_STATE_DIR
+
+_P2P_CACHE = "gpu_p2p_access_cache_for_*.json"
+_FINGERPRINTS = f"{LANE_STATE_DIR}/fingerprints"  # <lane id>.json: of its last start
+_ENDED = frozenset({Step.UNDRAIN, Step.HALT, Step.DONE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What was decided for this start."""
+
+    lane_id: str
+    environment: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def prepare(host: Host, name: str) -> Prepared:
+    """Write the environment of the next start, make its cache, move aside what is outdated.
+
+    Raises:
+        PreflightError: it must not start.
+        ProbeError, StateError: what is recorded cannot be read.
+    """
+    lane = _chosen(host, name)
+    decision = p2p_of(host, lane)
+    if decision.refusal is not None:
+        raise PreflightError(
+            f"lane {name} requires P2P, and is not started: {decision.refusal}",
+            code="lane-p2p-unproven",
+            hint="gpuguard doctor; then systemctl restart gpuguard-verify.service and "
+            f"systemctl start {lane.unit}",
+        )
+    notes = [decision.note] if decision.note else []
+    folder = _make_cache(host, lane)
+    moved = _drop_outdated(host, lane, folder)
+    notes += [f"moved aside, made for another driver, module or set of cards: {p}" for p in moved]
+    lines = "".join(f"{key}={value}\n" for key, value in decision.environment.items())
+    host.replace_file(env_file(name), f"# gpuguard lane prepare {name}\n{lines}".encode())
+    return Prepared(lane_id=lane.lane_id, environment=decision.environment, notes=tuple(notes))
+
+
+def _chosen(host: Host, name: str) -> Lane:
+    """The release that a switch under way starts, else the active one."""
+    switch = read_switch(host)
+    chosen = read_active(host).lane_id
+    if switch is not None and switch.step not in _ENDED:
+        chosen = switch.target
+    if chosen is not None:
+        lane = read_release(host, chosen).lane
+        if lane.name == name:
+            return lane
+    raise PreflightError(
+        f"lane {name} is not the active one" + (f" ({chosen} is)" if chosen else ""),
+        code="lane-not-active",
+        hint=f"gpuguard lane switch {name}",
+    )
+
+
+def _make_cache(host: Host, lane: Lane) -> Path:
+    folder = host.make_dir(cache_dir(lane.lane_id))
+    if lane.engine.backend == "venv" and os.geteuid() == 0:
+        with suppress(KeyError):
+            account = pwd.getpwnam(lane.engine.user)
+            os.chown(folder, account.pw_uid, account.pw_gid)
+    return folder
+
+
+def _drop_outdated(host: Host, lane: Lane, folder: Path) -> list[str]:
+    """The engine writes its P2P cache once and believes it for ever."""
+    cards: tuple[str, ...] = ()
+    with suppress(ProbeError):
+        cards = probe_pci_gpus(host)
+    now = fingerprint(proof_of(host), probe_running(host), driver_of(host), cards)
+    file = f"{_FINGERPRINTS}/{lane.lane_id}.json"
+    before = None
+    with suppress(ValueError, ProbeError):
+        before = json.loads(read_bytes(host, file, max_bytes=1 << 16) or b"null")
+    moved: list[str] = []
+    if before != now:
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        for path in sorted(folder.glob(_P2P_CACHE)):
+            path.rename(path.with_name(f"{path.name}.outdated-{stamp}"))
+            moved.append(path.name)
+        host.replace_file(file, json.dumps(now).encode())
+    return moved

@@ -1,0 +1,154 @@
+"""Is a lane that was started ready, still coming, or lost? And is it what its file says?
+
+No I/O: what was seen goes in, a judgement comes out. ``/health`` alone decides nothing: it is 200
+while an engine drains, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpuguard.serving.engine import Answer
+from gpuguard.serving.lane import Lane
+from gpuguard.serving.reading import fatal_line, hangs_in_nccl, pool_tokens, transports
+from gpuguard.serving.systemd import UnitState
+
+_OK = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """One look at a lane that is starting.
+
+    ``quiet``: seconds since its log grew. ``lines`` None: the log cannot be read. The answers
+    are None where they were not asked for, because the one before was not good.
+    """
+
+    unit: UnitState
+    restarts_before: int
+    lines: tuple[str, ...] | None
+    quiet: float
+    health: Answer | None = None
+    models: Answer | None = None
+    completion: Answer | None = None
+
+
+def lost(lane: Lane, glance: Glance) -> str | None:
+    """Why it will not come up any more; None: it still may."""
+    unit = glance.unit
+    lines = glance.lines or ()
+    if (fatal := fatal_line(lines)) is not None:
+        return f"the engine gave up: {fatal}"
+    if unit.active == "failed" or unit.sub == "auto-restart":
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        said = f"; its last line: {last}" if last else ""
+        return f"{unit.name} ended ({unit.result}, status {unit.exit_status}){said}"
+    if unit.restarts > glance.restarts_before:
+        return f"{unit.name} died while it was starting, and was started again"
+    if hangs_in_nccl(lines) and glance.quiet >= lane.timeouts.no_progress:
+        return (
+            f"it says nothing since it named NCCL, {glance.quiet:.0f} s ago: P2P is suspected "
+            "(collectives hang, though copies may work)"
+        )
+    return None
+
+
+def served(models: Any, name: str) -> dict[str, Any] | None:
+    """The entry of ``/v1/models`` with this name."""
+    entries = models.get("data") if isinstance(models, dict) else None
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict) and entry.get("id") == name:
+            return entry
+    return None
+
+
+def wrong_model(lane: Lane, models: Answer) -> str | None:
+    """Why what is served is not this lane's model: no time will mend that."""
+    if models.status != _OK:
+        return None
+    document = models.document
+    entry = served(document, lane.model.served_name)
+    if entry is None:
+        entries = document.get("data", []) if isinstance(document, dict) else []
+        names = ", ".join(str(one.get("id")) for one in entries if isinstance(one, dict))
+        return f"it serves {names or 'nothing'}, not {lane.model.served_name}"
+    length = entry.get("max_model_len")
+    if lane.max_model_len is not None and length != lane.max_model_len:
+        return f"max_model_len is {length}, the lane says {lane.max_model_len}"
+    return None
+
+
+def is_ready(glance: Glance) -> bool:
+    """Health, models and one token: all three."""
+    answers = (glance.health, glance.models, glance.completion)
+    return all(answer is not None and answer.status == _OK for answer in answers)
+
+
+def waits_for(glance: Glance) -> str:
+    """What it has not shown yet, for a person who waits."""
+    if not glance.unit.is_running:
+        return f"{glance.unit.name} is {glance.unit.active or 'unknown'}"
+    for name, answer in (("/health", glance.health), ("/v1/models", glance.models)):
+        if answer is None or answer.status != _OK:
+            return f"{name} does not answer yet"
+    return "no token yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What the running lane shows of itself; ``command`` is of the main process, if it is ours."""
+
+    unit: UnitState
+    rendered: str  # content of the file that systemd or its generator reads
+    on_disk: str | None
+    command: tuple[str, ...] | None
+    expected_command: tuple[str, ...] | None
+    metrics: str
+    lines: tuple[str, ...] | None
+    version: str | None
+
+
+def identity_problem(lane: Lane, seen: Evidence) -> str | None:
+    """Why what runs is not what the lane says; None: it is, as far as can be seen."""
+    if seen.on_disk != seen.rendered or seen.unit.needs_reload:
+        return f"the files of {seen.unit.name} are not those that were written for this start"
+    if seen.expected_command is not None:
+        wanted = seen.expected_command[1:]
+        if seen.command is None or seen.command[-len(wanted) :] != wanted:
+            return f"process {seen.unit.pid} does not have the arguments of the lane"
+    if lane.expect.version is not None and seen.version != lane.expect.version:
+        return f"the engine is {seen.version or 'of unknown version'}, not {lane.expect.version}"
+    return _pool_problem(lane, seen) or _transport_problem(lane, seen)
+
+
+def _pool_problem(lane: Lane, seen: Evidence) -> str | None:
+    wanted = lane.expect.kv_tokens
+    if wanted is None:
+        return None
+    tokens = pool_tokens(seen.metrics, seen.lines or ())
+    if tokens is None:
+        return f"it does not tell the size of its KV pool; {wanted} tokens are expected"
+    if abs(tokens - wanted) > wanted * lane.expect.kv_tolerance:
+        return (
+            f"the KV pool has {tokens} tokens, {wanted} are expected "
+            f"(± {lane.expect.kv_tolerance:.0%}): another type of cache, or less memory"
+        )
+    return None
+
+
+def _transport_problem(lane: Lane, seen: Evidence) -> str | None:
+    found = transports(seen.lines or ())
+    if lane.requires.p2p == "required" and found and "P2P" not in found:
+        return f"NCCL goes via {', '.join(sorted(found))}, and the lane requires P2P"
+    return None
+
+
+def identity_notes(lane: Lane, seen: Evidence) -> tuple[str, ...]:
+    """What could not be seen, and should be said."""
+    notes = []
+    if seen.lines is None:
+        notes.append("the journal of the lane cannot be read")
+    elif lane.requires.p2p == "required" and not transports(seen.lines):
+        notes.append("how NCCL connects the cards is not in the log (NCCL_DEBUG=INFO shows it)")
+    return tuple(notes)

@@ -1,0 +1,339 @@
+"""What is remembered of lanes: releases, which one is active, the switch under way, history.
+
+A *release* is a lane as it was started: its content and the files made from it, byte for byte.
+It is never changed, so that going back needs neither the lane file nor the same gpuguard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gpuguard.errors import LockHeldError, PrivilegeError, StateError
+from gpuguard.host import Host
+from gpuguard.host.files import fsync_dir, make_dirs
+from gpuguard.host.reading import list_dir, read_bytes
+from gpuguard.serving.lane import Lane, lane_document
+from gpuguard.serving.lane_file import lane_of
+from gpuguard.serving.machine import Outcome, Role, Step, Switch
+from gpuguard.serving.render import RenderedFile
+from gpuguard.state import LANE_STATE_DIR
+
+ACTIVE_FILE = f"{LANE_STATE_DIR}/active.json"
+SWITCH_FILE = f"{LANE_STATE_DIR}/switch.json"
+HISTORY_FILE = f"{LANE_STATE_DIR}/history.jsonl"
+RELEASES_DIR = f"{LANE_STATE_DIR}/releases"
+SNAPSHOTS_DIR = f"{LANE_STATE_DIR}/snapshots"
+WARM_DIR = f"{LANE_STATE_DIR}/warm"  # <lane id>: it was ready once, its kernels are compiled
+BASELINE_FILE = f"{LANE_STATE_DIR}/baseline.json"
+_LOCK_FILE = f"{LANE_STATE_DIR}/lock"
+_SCHEMA = 1
+_MAX_HISTORY = 1000
+_KEEP_RELEASES = 20
+_KEEP_SNAPSHOTS = 20
+_LOOKS = 4
+_LOOK_AGAIN = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A lane with the files that run it."""
+
+    lane: Lane
+    files: tuple[RenderedFile, ...]
+
+    @property
+    def release_id(self) -> str:
+        """The lane's id."""
+        return self.lane.lane_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Active:
+    """Which release serves. None: none does.
+
+    ``last_good``: the one promoted last. ``previous``: the one before it, where ``rollback`` goes.
+    """
+
+    lane_id: str | None = None
+    last_good: str | None = None
+    previous: str | None = None
+    since: str = ""
+    gate: dict[str, Any] | None = None  # what the gate said when it was promoted
+
+    @property
+    def rollback_target(self) -> str | None:
+        """Where ``gpuguard lane rollback`` goes."""
+        return self.last_good if self.lane_id is None else self.previous
+
+
+@contextmanager
+def exclusive(host: Host) -> Iterator[None]:
+    """Hold the lock of the lanes: one switch at a time, and no second one waits for it.
+
+    Raises:
+        LockHeldError: a switch is under way.
+        PrivilegeError, StateError: the lock file cannot be opened.
+    """
+    path = host.path(_LOCK_FILE)
+    try:
+        make_dirs(path.parent)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except PermissionError as error:
+        raise PrivilegeError(
+            f"cannot open {path}: {error.strerror}", hint="run gpuguard with sudo"
+        ) from error
+    except OSError as error:
+        raise StateError(
+            f"cannot open {path}: {error.strerror}",
+            code="state-unwritable",
+            hint="see that the disk is writable and not full",
+        ) from error
+    try:
+        _lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    for attempt in range(_LOOKS):  # whoever only looks holds it for a moment, too
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if attempt + 1 < _LOOKS:
+                time.sleep(_LOOK_AGAIN)
+                continue
+            raise LockHeldError(
+                "another lane switch is under way",
+                code="lane-busy",
+                hint="gpuguard lane status shows how far it is",
+            ) from error
+        else:
+            return
+
+
+def is_switching(host: Host) -> bool | None:
+    """True while a process holds the lock; None: we may not look."""
+    try:
+        descriptor = os.open(host.path(_LOCK_FILE), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def read_active(host: Host) -> Active:
+    """Which release serves.
+
+    Raises:
+        ProbeError, StateError: the record cannot be read.
+    """
+    document = _load(host, ACTIVE_FILE)
+    if document is None:
+        return Active()
+    fields: dict[str, Any] = {name: document.get(name) for name in Active.__dataclass_fields__}
+    return Active(**{**fields, "since": fields["since"] or ""})
+
+
+def write_active(host: Host, active: Active) -> None:
+    """Record which one serves; durable when this returns."""
+    _save(host, ACTIVE_FILE, asdict(active))
+
+
+def read_switch(host: Host) -> Switch | None:
+    """The switch under way or interrupted; None: there is none.
+
+    Raises:
+        ProbeError, StateError: the record cannot be read.
+    """
+    document = _load(host, SWITCH_FILE)
+    if document is None:
+        return None
+    try:
+        known = {name: document[name] for name in Switch.__dataclass_fields__}
+        lists = {key: tuple(value) for key, value in known.items() if isinstance(value, list)}
+        outcome = known["outcome"]
+        return Switch(
+            **{
+                **known,
+                **lists,
+                "step": Step(known["step"]),
+                "role": Role(known["role"]),
+                "outcome": None if outcome is None else Outcome(outcome),
+            }
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unusable(host, SWITCH_FILE, str(error)) from error
+
+
+def write_switch(host: Host, switch: Switch) -> None:
+    """Write the next step down; durable when this returns."""
+    _save(host, SWITCH_FILE, asdict(switch))
+
+
+def remove_switch(host: Host) -> None:
+    """The switch is over."""
+    host.remove_file(SWITCH_FILE)
+
+
+def release_file(release_id: str) -> str:
+    """Where a release is kept."""
+    return f"{RELEASES_DIR}/{release_id}.json"
+
+
+def write_release(host: Host, release: Release) -> None:
+    """Keep a release; one that is kept already stays as it is, with the files of its time."""
+    if read_bytes(host, release_file(release.release_id)) is None:
+        files = [dataclasses.asdict(file) for file in release.files]
+        document = {"lane": lane_document(release.lane), "files": files}
+        _save(host, release_file(release.release_id), document)
+
+
+def read_release(host: Host, release_id: str) -> Release:
+    """A release that was kept.
+
+    Raises:
+        StateError: it is not there, or not usable.
+    """
+    file = release_file(release_id)
+    document = _load(host, file)
+    if document is None:
+        raise _unusable(host, file, "it is not there")
+    try:
+        files = tuple(RenderedFile(one["path"], one["text"]) for one in document["files"])
+        return Release(lane_of(document["lane"], file), files)
+    except (KeyError, TypeError) as error:
+        raise _unusable(host, file, f"lacks {error}") from error
+
+
+def find_release(host: Host, name: str) -> str | None:
+    """The newest release of a lane by name."""
+    candidates = [
+        (host.path(f"{RELEASES_DIR}/{file}").stat().st_mtime, file.removesuffix(".json"))
+        for file in list_dir(host, RELEASES_DIR)
+        if file.endswith(".json") and file.rpartition("-")[0] == name
+    ]
+    return max(candidates)[1] if candidates else None
+
+
+def prune(host: Host, keep: frozenset[str]) -> None:
+    """Drop old releases and snapshots; what is in use or may be gone back to always stays."""
+    for folder, number in ((RELEASES_DIR, _KEEP_RELEASES), (SNAPSHOTS_DIR, _KEEP_SNAPSHOTS)):
+        names = [name for name in list_dir(host, folder) if name.endswith(".json")]
+        with suppress(OSError):
+            names.sort(key=lambda name: host.path(f"{folder}/{name}").stat().st_mtime)
+        for name in names[:-number]:
+            if name.removesuffix(".json") not in keep:
+                host.remove_file(f"{folder}/{name}")
+
+
+def write_snapshot(host: Host, name: str, document: dict[str, Any]) -> None:
+    """Keep the state before a switch."""
+    _save(host, f"{SNAPSHOTS_DIR}/{name}.json", document)
+
+
+def is_warm(host: Host, lane_id: str) -> bool:
+    """Whether this release was ready once: its kernels are compiled."""
+    return os.path.lexists(host.path(f"{WARM_DIR}/{lane_id}"))
+
+
+def mark_warm(host: Host, lane_id: str) -> None:
+    """Its next start is not the first one."""
+    host.replace_file(f"{WARM_DIR}/{lane_id}", b"")
+
+
+def read_history(host: Host) -> tuple[dict[str, Any], ...]:
+    """Every switch, oldest first; a line that is half written is left out.
+
+    Raises:
+        ProbeError: it cannot be read.
+    """
+    content = read_bytes(host, HISTORY_FILE)
+    entries = []
+    for line in (content or b"").splitlines():
+        with suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and "id" in entry:
+                entries.append(entry)
+    return tuple(entries)
+
+
+def append_history(host: Host, entry: dict[str, Any]) -> None:
+    """Add an entry durably, once: an entry with this id may be there from before a crash."""
+    entries = read_history(host)
+    if any(known["id"] == entry["id"] for known in entries):
+        return
+    path = host.path(HISTORY_FILE)
+    make_dirs(path.parent)
+    if len(entries) >= _MAX_HISTORY:
+        lines = [json.dumps(known) for known in entries[-_MAX_HISTORY // 2 :]]
+        host.replace_file(HISTORY_FILE, "".join(f"{line}\n" for line in lines).encode())
+    with path.open("ab") as file:
+        if file.tell() and not path.read_bytes().endswith(b"\n"):
+            file.write(b"\n")  # a power loss cut the last line
+        file.write(json.dumps(entry).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_dir(path.parent)
+
+
+def read_baseline(host: Host) -> dict[str, int]:
+    """Card -> bytes in use while no lane ran; empty: never seen."""
+    with suppress(StateError):
+        document = _load(host, BASELINE_FILE)
+        if document is not None:
+            return {str(k): int(v) for k, v in document["used"].items()}
+    return {}
+
+
+def write_baseline(host: Host, used: dict[str, int]) -> None:
+    """Remember what the cards have in use without a lane."""
+    _save(host, BASELINE_FILE, {"used": used})
+
+
+def _save(host: Host, file: str, document: dict[str, Any]) -> None:
+    text = json.dumps({"schema": _SCHEMA, **document}, indent=1, ensure_ascii=False)
+    try:
+        host.replace_file(file, text.encode() + b"\n")
+    except OSError as error:
+        raise StateError(
+            f"{host.path(file)} cannot be written: {error.strerror}",
+            code="state-unwritable",
+            hint="see that the disk is writable and not full",
+        ) from error
+
+
+def _load(host: Host, file: str) -> dict[str, Any] | None:
+    content = read_bytes(host, file)
+    if content is None:
+        return None
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise _unusable(host, file, str(error)) from error
+    if not isinstance(document, dict) or document.get("schema") != _SCHEMA:
+        raise _unusable(host, file, "unknown schema")
+    return document
+
+
+def _unusable(host: Host, file: str, why: str) -> StateError:
+    return StateError(
+        f"{host.path(file)} cannot be used: {why}",
+        code="lane-state-unreadable",
+        hint="restore it from a backup, or move it away; then: gpuguard lane switch NAME",
+    )

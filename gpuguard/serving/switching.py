@@ -1,0 +1,127 @@
+"""Carry out a switch: write each step down, do it, ask ``machine`` what comes next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from gpuguard.errors import GpuguardError, Interrupted
+from gpuguard.host import Host
+from gpuguard.proof import boot_id
+from gpuguard.serving.machine import Outcome, Role, Step, Switch, advance, interrupt
+from gpuguard.serving.steps import Steps
+from gpuguard.serving.store import (
+    append_history,
+    read_active,
+    remove_switch,
+    write_switch,
+)
+
+
+@dataclass(slots=True)
+class Result:
+    """How a switch ended. ``serving``: the release that serves now."""
+
+    switch: Switch
+    serving: str | None
+    entry: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> Outcome:
+        """It always has one."""
+        assert self.switch.outcome is not None  # noqa: S101 - run() ends with one
+        return self.switch.outcome
+
+
+def now() -> str:
+    """RFC 3339, UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None]) -> Result:
+    """Go through the steps to the end.
+
+    A signal leads back to the lane before, which takes as long as its start; a second one ends
+    the process, and the next run or boot goes on.
+
+    Args:
+        host: where.
+        switch: where to begin.
+        steps: who acts.
+        say: told each step before it is begun.
+    """
+    seconds: dict[str, float] = {}
+    while switch.step is not Step.DONE:
+        write_switch(host, switch)
+        say(switch)
+        begun = time.monotonic()
+        try:
+            failure = _attempt(steps, switch)
+            after = advance(switch, failure)
+        except Interrupted:
+            after = interrupt(switch)
+        key = switch.step.value if switch.role is Role.NEW else f"{switch.target}/{switch.step}"
+        seconds[key] = round(seconds.get(key, 0.0) + time.monotonic() - begun, 1)
+        switch = replace(after, notes=tuple(dict.fromkeys((*after.notes, *steps.notes))))
+    write_switch(host, switch)
+    return conclude(host, switch, steps, seconds)
+
+
+def _attempt(steps: Steps, switch: Switch) -> str | None:
+    try:
+        return steps.do(switch)
+    except GpuguardError as error:
+        return error.message
+    except OSError as error:
+        return f"{error.filename or ''}: {error.strerror or error}".removeprefix(": ")
+
+
+def conclude(host: Host, switch: Switch, steps: Steps, seconds: dict[str, float]) -> Result:
+    """Write the history, then forget the switch; done twice it is done once."""
+    serving = None
+    with suppress(GpuguardError):
+        serving = read_active(host).lane_id
+    entry = {
+        "id": switch.switch_id,
+        "kind": switch.kind,
+        "started": switch.started,
+        "ended": now(),
+        "from": switch.old,
+        "to": switch.new,
+        "outcome": None if switch.outcome is None else switch.outcome.value,
+        "serving": serving,
+        "reasons": list(switch.reasons),
+        "notes": list(switch.notes),
+        "seconds": seconds,
+        "starts": steps.starts,
+        "kv_tokens": steps.kv_tokens,
+        "gate": steps.gate,
+    }
+    try:
+        append_history(host, entry)
+    except OSError as error:  # a full disk does not undo what was switched
+        text = f"the history cannot be written: {error.strerror}"
+        switch = replace(switch, notes=(*switch.notes, text))
+    remove_switch(host)
+    return Result(switch, serving, entry)
+
+
+def new_switch(
+    host: Host, kind: str, new: str, old: str | None, chain: tuple[str, ...], note: str = ""
+) -> Switch:
+    """The first state of a switch that begins now."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+    return Switch(
+        switch_id=f"{stamp}-{new}",
+        kind=kind,
+        started=now(),
+        boot_id=boot_id(host),
+        new=new,
+        old=old,
+        chain=chain,
+        notes=(note,) if note else (),
+    )

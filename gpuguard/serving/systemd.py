@@ -1,0 +1,140 @@
+"""Ask and command systemd through ``systemctl``, and the journal through ``journalctl``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from gpuguard.errors import CommandError
+from gpuguard.host import Host
+
+_ANSWER_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+_AFTER_KILL = 30.0
+_LINES = 400
+_PROPERTIES = (
+    "LoadState", "ActiveState", "SubState", "Result", "MainPID", "NRestarts", "InvocationID",
+    "FragmentPath", "SourcePath", "NeedDaemonReload", "ExecMainStatus", "ExecMainCode",
+)  # fmt: skip
+_STOPPED = frozenset({"inactive", "failed"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitState:
+    """What ``systemctl show`` says of a unit; see systemd's D-Bus documentation for the words."""
+
+    name: str
+    load: str = ""
+    active: str = ""
+    sub: str = ""
+    result: str = ""
+    pid: int = 0
+    restarts: int = 0
+    invocation: str = ""
+    fragment: str = ""
+    source: str = ""
+    needs_reload: bool = False
+    exit_status: int = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Nothing of it runs, and nothing will by itself."""
+        return self.active in _STOPPED
+
+    @property
+    def is_running(self) -> bool:
+        """Its main process was started and has not ended."""
+        return self.active == "active" and self.pid > 0
+
+
+def parse_show(name: str, text: str) -> UnitState:
+    """The answer of ``systemctl show -p …``."""
+    values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return UnitState(
+        name=name,
+        load=values.get("LoadState", ""),
+        active=values.get("ActiveState", ""),
+        sub=values.get("SubState", ""),
+        result=values.get("Result", ""),
+        pid=_number(values.get("MainPID")),
+        restarts=_number(values.get("NRestarts")),
+        invocation=values.get("InvocationID", ""),
+        fragment=values.get("FragmentPath", ""),
+        source=values.get("SourcePath", ""),
+        needs_reload=values.get("NeedDaemonReload") == "yes",
+        exit_status=_number(values.get("ExecMainStatus")),
+    )
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else 0
+
+
+class Systemd:
+    """The service manager of the running system."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def show(self, unit: str) -> UnitState:
+        """How a unit is; a unit that does not exist is ``not-found`` and inactive.
+
+        Raises:
+            CommandError: there is no systemd, or it does not answer.
+        """
+        done = self._host.run(
+            "systemctl", "show", unit, "-p", ",".join(_PROPERTIES), timeout=_ANSWER_SECONDS
+        )
+        return parse_show(unit, done.stdout)
+
+    def start(self, unit: str) -> None:
+        """Queue its start, however often it failed before; does not wait.
+
+        Raises:
+            CommandError: systemd refuses.
+        """
+        self._host.run("systemctl", "reset-failed", unit, timeout=_ANSWER_SECONDS, ok=None)
+        self._host.run("systemctl", "start", "--no-block", unit, timeout=_ANSWER_SECONDS)
+
+    def stop(self, unit: str, seconds: float) -> UnitState:
+        """Stop it, with SIGKILL when the time is over; the state afterwards.
+
+        Raises:
+            CommandError: systemd refuses or does not answer.
+        """
+        state = self.show(unit)
+        if state.is_stopped:
+            return state
+        self._host.run("systemctl", "stop", "--no-block", unit, timeout=_ANSWER_SECONDS)
+        state = self._wait_stopped(unit, seconds)
+        if not state.is_stopped:
+            self._host.run("systemctl", "kill", "-s", "KILL", unit, timeout=_ANSWER_SECONDS)
+            state = self._wait_stopped(unit, _AFTER_KILL)
+        return state
+
+    def _wait_stopped(self, unit: str, seconds: float) -> UnitState:
+        deadline = time.monotonic() + seconds
+        while not (state := self.show(unit)).is_stopped and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return state
+
+    def reload(self) -> None:
+        """Let systemd read its unit files again.
+
+        Raises:
+            CommandError: it does not answer.
+        """
+        self._host.run("systemctl", "daemon-reload", timeout=2 * _ANSWER_SECONDS)
+
+    def log(self, state: UnitState) -> tuple[str, ...] | None:
+        """The last lines that this start of the unit wrote; None: they cannot be read."""
+        if not state.invocation:
+            return None
+        try:
+            done = self._host.run(
+                "journalctl", "--no-pager", "-q", "-o", "cat", "-n", str(_LINES),
+                f"_SYSTEMD_INVOCATION_ID={state.invocation}", timeout=_ANSWER_SECONDS,
+            )  # fmt: skip
+        except CommandError:
+            return None
+        return tuple(done.stdout.splitlines())

@@ -1,0 +1,95 @@
+"""Watch a lane come up, and look at what came up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gpuguard.host import Host
+from gpuguard.host.reading import read_bytes
+from gpuguard.serving.engine import Engine
+from gpuguard.serving.install import installed_text
+from gpuguard.serving.lane import Lane
+from gpuguard.serving.readiness import Evidence, Glance, is_ready, lost, waits_for, wrong_model
+from gpuguard.serving.render import command
+from gpuguard.serving.store import Release
+from gpuguard.serving.systemd import Systemd, UnitState
+
+_OK = 200
+_POLL_SECONDS = 0.5
+_MAX_COMMAND = 1 << 20
+
+
+class Watch:
+    """Looks at lanes; changes nothing."""
+
+    def __init__(self, host: Host, systemd: Systemd, progress: Callable[[str], None]) -> None:
+        self._host = host
+        self._systemd = systemd
+        self._progress = progress
+
+    def until_ready(self, lane: Lane, seconds: float) -> str | None:
+        """Wait until it is ready; why it is not, or None."""
+        begun = grew = time.monotonic()
+        length = -1
+        waits = "it was not looked at"
+        while (left := begun + seconds - time.monotonic()) > 0:
+            glance = self._glance(lane, time.monotonic() - grew)
+            size = -1 if glance.lines is None else sum(map(len, glance.lines))
+            if size != length:
+                length, grew = size, time.monotonic()
+                glance = self._glance(lane, 0.0)
+            if (problem := lost(lane, glance)) is not None:
+                return problem
+            if glance.models is not None and (problem := wrong_model(lane, glance.models)):
+                return problem
+            if is_ready(glance):
+                return None
+            waits = waits_for(glance)
+            elapsed = seconds - left
+            self._progress(f"{waits} ({elapsed:.0f} s of at most {seconds:.0f} s)")
+            time.sleep(min(_POLL_SECONDS, left))
+        return f"not ready after {seconds:.0f} s: {waits}"
+
+    def _glance(self, lane: Lane, quiet: float) -> Glance:
+        unit = self._systemd.show(lane.unit)
+        engine = Engine(lane.port)
+        health = engine.get("/health") if unit.is_running else None
+        models = engine.get("/v1/models") if health and health.status == _OK else None
+        completion = None
+        if models is not None and wrong_model(lane, models) is None and models.status == _OK:
+            body = {"model": lane.model.served_name, "prompt": "1", "max_tokens": 1}
+            completion = engine.post("/v1/completions", body, timeout=60.0)
+        return Glance(
+            unit=unit,
+            restarts_before=0,
+            lines=self._systemd.log(unit),
+            quiet=quiet,
+            health=health,
+            models=models,
+            completion=completion,
+        )
+
+    def evidence(self, release: Release) -> Evidence:
+        """What runs, as it shows itself."""
+        lane = release.lane
+        unit = self._systemd.show(lane.unit)
+        engine = Engine(lane.port)
+        version = engine.get("/version").document
+        is_venv = lane.engine.backend == "venv"
+        return Evidence(
+            unit=unit,
+            rendered=release.files[-1].text,
+            on_disk=installed_text(self._host, release),
+            command=self._command_of(unit) if is_venv else None,
+            expected_command=command(lane) if is_venv else None,
+            metrics=engine.get("/metrics").text,
+            lines=self._systemd.log(unit),
+            version=version.get("version") if isinstance(version, dict) else None,
+        )
+
+    def _command_of(self, unit: UnitState) -> tuple[str, ...] | None:
+        content = read_bytes(self._host, f"/proc/{unit.pid}/cmdline", max_bytes=_MAX_COMMAND)
+        if not content:
+            return None
+        return tuple(content.decode("utf-8", "replace").rstrip("\0").split("\0"))
