@@ -151,6 +151,25 @@ def test_what_was_stepped_over_stays_to_be_seen_once_it_is_held_again(host: Hold
     assert hold_again(LocalHost(host.root), None) == HoldChange()
 
 
+def test_an_automatic_run_holds_again_and_notes_what_that_costs(host: HoldBox) -> None:
+    config = "source: {path: /srv/nvidia}\nlock_timeout_seconds: 0\n"
+    (host.root / "etc/gpuguard/gpuguard.yaml").write_text(config)
+    host.run("hold")
+    host.publish("bookworm-security", host.deb("libnvidia-ml1", "2"))
+    host.select(**{"libnvidia-ml1:amd64": "install"})
+    host.run("rebuild", "--automatic")  # there is no kernel here, and no source
+    assert "libnvidia-ml1:amd64" in host.held()
+    withheld = host.status()["holds"]["withheld"]
+    assert [(one["name"], one["security"]) for one in withheld] == [("libnvidia-ml1", True)]
+    assert withheld[0]["security_since"] is not None
+    # told not to enforce, it only says so
+    (host.root / "etc/gpuguard/gpuguard.yaml").write_text(f"{config}holds: {{enforce: false}}\n")
+    host.select(**{"libnvidia-ml1:amd64": "install"})
+    host.run("rebuild", "--automatic")
+    assert "libnvidia-ml1:amd64" not in host.held()
+    assert "hold-drift" in host.codes()
+
+
 def test_who_stepped_over_with_apt_is_told_by_apts_history(host: HoldBox) -> None:
     host.publish("bookworm", host.deb("libnvidia-ml1", "2"))
     host.run("hold")
