@@ -97,6 +97,8 @@ def _status(name: str, call: ast.Call | None = None) -> int | None:
     if name == "Blocker":
         given = [k.value for k in call.keywords if k.arg == "exit_status"] if call else []
         return getattr(os, given[0].attr) if given and isinstance(given[0], ast.Attribute) else 69
+    if name == "Refusal" and call and any(k.arg == "exit_status" for k in call.keywords):
+        return None  # by a name that the module explains
     if name == "Refusal":
         busy = any(k.arg == "is_busy" for k in call.keywords) if call else False
         return os.EX_TEMPFAIL if busy else os.EX_UNAVAILABLE
