@@ -16,7 +16,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv setup demo test test-fast lint bench man clean
+.PHONY: help venv setup demo test test-fast docs lint bench man clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test: ## set up, then run the whole suite, slow tests included
 
 test-fast: $(STAMP) ## run the tests that take seconds
 	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+docs: $(STAMP) ## write docs/metrics.md from the table of metrics
+	@$(BIN)/python tools/metrics_reference.py
 
 lint: $(STAMP) ## ruff, mypy, shellcheck, yamllint, the layers of the code
 	@$(BIN)/python -m pytest -q tests/test_lint.py tests/test_layers.py $(PYTEST_ARGS)

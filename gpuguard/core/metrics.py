@@ -231,7 +231,7 @@ METRICS = (
         f"{_FLAG}; operation: read, write; engine: ce (copy engine), sm (kernel)",
     ),
     Metric(
-        "gpuguard_p2p_bandwidth_bytes_per_second", "gauge", "Measured: the fastest copy.",
+        "gpuguard_p2p_bandwidth_bytes_per_second", "gauge", "Measured: the fastest engine.",
         _PAIR, Probe.TRANSFER,
     ),
     Metric(
@@ -250,7 +250,7 @@ METRICS = (
     Metric(
         "gpuguard_p2p_collective_verdict", "gauge", "All-reduce with P2P on against off.",
         ("verdict",), Probe.COLLECTIVE,
-        "verdict: healthy, hang, wrong_data, transfer_error, inconclusive; 1 for the one",
+        "verdict: healthy, hang, wrong_data, transfer_error, inconclusive; 1 for one",
     ),
     # --- textfile
     Metric(

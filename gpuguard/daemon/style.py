@@ -36,7 +36,8 @@ table{border-collapse:collapse;width:100%}
 th,td{text-align:left;padding:.35rem .6rem;border-top:1px solid var(--line);vertical-align:top}
 thead th{border:0;color:var(--soft);font-weight:500;font-size:.85rem;white-space:nowrap}
 tbody th{font-weight:500;white-space:nowrap}
-td code{white-space:nowrap}.matrix{width:auto}.matrix td,.matrix thead th{text-align:center;min-width:3rem}
+td code{white-space:nowrap}.matrix{width:auto}
+.matrix td,.matrix thead th{text-align:center;min-width:3rem}
 .matrix td{border:2px solid var(--card);border-radius:.3rem;font-size:.85rem}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem;margin:0}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
