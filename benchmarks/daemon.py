@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.figures import Figures
 from gpuguard.demo.driver import install_driver
 from tests import toys
+from tests.box import load
 from tests.p2pbox import P2pBox, program_environment
 
 _CARDS = 8
@@ -55,6 +56,7 @@ def measure(figures: Figures) -> None:
     )
     share = sum(spent) / seconds * 100
     figures.add("daemon: CPU, children included", [share], "%", bound=0.2, method=method)
+    _ending(figures)
     figures.add(
         "daemon: resident memory", [resident], "MiB", bound=45, method="VmRSS after that time"
     )
@@ -67,12 +69,34 @@ def measure(figures: Figures) -> None:
     )  # fmt: skip
 
 
+def _ending(figures: Figures) -> None:
+    """SIGTERM while NVML hangs in the middle of a look."""
+    seconds = []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory(prefix="gpuguard-bench-") as folder:
+            box = P2pBox(Path(folder) / "host", 2)
+            hung = box.root / "hung"
+            os.mkfifo(hung)
+            box.without_nvml(f"import time; open({str(hung)!r}, 'w').close(); time.sleep(3600)")
+            with _daemon(box.root, box.root / "binding") as (pid, _):
+                hung.open().close()
+                began = time.monotonic()
+                os.kill(pid, signal.SIGTERM)
+                os.waitpid(pid, 0)
+                seconds.append(time.monotonic() - began)
+    figures.add(
+        "daemon: SIGTERM during a look that hangs", seconds, "s", bound=2, worst=True,
+        method="until the process is gone; NVML sleeps",
+    )  # fmt: skip
+
+
 def _make_tree(root: Path) -> None:
     for release in _KERNELS:
         toys.toy_kernel(root, release)
-        toys.stock_modules(root, release)
+        toys.stock_modules(root, release, seed="ok")  # the simulated driver grants P2P by that
     P2pBox(root, _CARDS).configure()
     install_driver(root)
+    load(root, root / f"lib/modules/{_KERNELS[0]}/updates/dkms/nvidia.ko")
     toys.set_next(root, _KERNELS[-1])
     toys.set_running(root, _KERNELS[0])
     (root / "etc/gpuguard/gpuguard.d").mkdir()
@@ -81,28 +105,29 @@ def _make_tree(root: Path) -> None:
 
 
 @contextmanager
-def _daemon(root: Path) -> Iterator[tuple[int, int]]:
+def _daemon(root: Path, binding: Path | None = None) -> Iterator[tuple[int, int]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "gpuguard", "--root", str(root), "serve"]
     process = subprocess.Popen(
         [*command, "--listen", f"127.0.0.1:{port}"],
-        env=program_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=program_environment(binding), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        _await_ready(port)
+        _await(port, "/-/healthy" if binding else "/-/ready")
         yield process.pid, port
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(10)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(10)
 
 
-def _await_ready(port: int) -> None:
+def _await(port: int, path: str) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            if _get(port, "/-/ready")[0] == 200:
+            if _get(port, path)[0] == 200:
                 return
         except OSError:
             pass

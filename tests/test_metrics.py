@@ -99,13 +99,7 @@ def test_stock_kernel_next(host: Box) -> None:
 
 def test_shadowed(host: Box) -> None:
     (host.root / f"etc/depmod.d/zz-gpuguard-{K2}.conf").unlink()
-    depmod = ["/usr/sbin/depmod", "-b", host.root, "-C", host.root / "etc/depmod.d", K2]
-    for folder in ("dkms", "gpuguard"):  # whichever the file system lists first would win
-        series = series_of(host)
-        winner = host.winner(K2)
-        if f"/{folder}/" in winner:
-            expected = 1 if folder == "dkms" else 0
-            assert value(series, "gpuguard_module_shadowed", module="nvidia", kernel=K2) == expected
+    depmod = ["/usr/sbin/depmod", "-b", str(host.root), "-C", f"{host.root}/etc/depmod.d", K2]
     (host.root / "etc/depmod.d/stock.conf").write_text(f"override nvidia {K2} updates/dkms\n")
     subprocess.run(depmod, check=True, capture_output=True)
     series = series_of(host)

@@ -37,7 +37,8 @@ def run_gate(context: Context, timeout: float) -> None:
     opens = is_open(passage.verification)
     if context.json:
         document = verify_document(passage.facts, passage.verification)
-        context.print_json({**document, "gate": "open" if opens else "shut"})
+        word = "open" if opens else "shut"
+        context.print_json({**document, "accepted_now": False, "gate": word})
     else:
         typer.echo(f"gpuguard: {passage.line}", err=not opens)
     for note in passage.notes:

@@ -34,7 +34,7 @@ _OBSERVE_SECONDS = 90.0
 _GRACE = 0.3
 #: A full look although nothing seems to have changed; sooner where a probe failed.
 _FULL_SECONDS = 1800.0
-_FULL_AFTER_FAILURE_SECONDS = 300.0
+_FULL_AFTER_FAILURE_SECONDS = 900.0
 _PASSED_ON = ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HOME")
 
 
