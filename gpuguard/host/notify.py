@@ -11,7 +11,7 @@ import struct
 import sys
 from contextlib import suppress
 
-_JOURNAL = "/run/systemd/journal/socket"
+JOURNAL_SOCKET = "/run/systemd/journal/socket"
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "notice": 5, "info": 6}
 
 
@@ -50,12 +50,23 @@ def journal(message: str, *, priority: str = "info", **fields: str) -> None:
         "SYSLOG_IDENTIFIER": "gpuguard",
         **{f"GPUGUARD_{name.upper()}": value for name, value in fields.items()},
     }
-    if "JOURNAL_STREAM" in os.environ and _send(_JOURNAL, _encoded(entry)):
+    logged = _stderr_is_logged()
+    if logged and _send(JOURNAL_SOCKET, _encoded(entry)):
         return
-    prefix = f"<{number}>" if "JOURNAL_STREAM" in os.environ else ""
+    prefix = f"<{number}>" if logged else ""  # sd-daemon(3)
     with suppress(OSError, ValueError):
         sys.stderr.write(f"{prefix}gpuguard: {message}\n")
         sys.stderr.flush()
+
+
+def _stderr_is_logged() -> bool:
+    """Whether stderr ends in the journal; the variable alone is inherited by shells, too."""
+    device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
+    try:
+        there = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):
+        return False
+    return (str(there.st_dev), str(there.st_ino)) == (device, inode)
 
 
 def _encoded(entry: dict[str, str]) -> bytes:
