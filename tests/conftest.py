@@ -12,6 +12,7 @@ pytest_plugins = [
     "tests.box",
     "tests.initramfs_tool",
     "tests.windowbox",
+    "tests.lanekit",
 ]
 
 

@@ -25,7 +25,9 @@ _BODY = (
     '{"error": {"message": "No lane is ready; try again later.", '
     '"type": "service_unavailable", "code": 503}}'
 )
-_MAINT = 0x01 | 0x02 | 0x04 | 0x20 | 0x40  # SRV_ADMF_?MAINT of HAProxy's server-t.h
+#: SRV_ADMF_FMAINT, _IMAINT, _RMAINT, _HMAINT of HAProxy's server-t.h; _CMAINT (0x04) only tells
+#: that the file once said "disabled", and stays.
+_MAINT = 0x01 | 0x02 | 0x20 | 0x40
 
 
 @dataclass(frozen=True, slots=True)

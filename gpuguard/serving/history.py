@@ -20,14 +20,19 @@ def expected_seconds(
     starts = [
         start
         for entry in history
-        for start in entry.get("starts", ())
-        if start.get("seconds") is not None and bool(start.get("first")) is first
+        for start in entry.get("starts") or ()
+        if start.get("seconds") is not None
     ]
-    own = [start["seconds"] for start in starts if start.get("lane") == lane_id]
     name = lane_id.rpartition("-")[0]
-    namesakes = [s["seconds"] for s in starts if str(s.get("lane")).rpartition("-")[0] == name]
-    known = (own or namesakes)[-_LAST:]
-    return statistics.median(known) if known else None
+    own = [start for start in starts if start.get("lane") == lane_id]
+    namesakes = [s for s in starts if str(s.get("lane")).rpartition("-")[0] == name]
+    for among in (own, namesakes):
+        alike = [s["seconds"] for s in among if bool(s.get("first")) is first]
+        # where only first starts are known, a later one takes at most as long
+        known = (alike or [s["seconds"] for s in among])[-_LAST:]
+        if known:
+            return float(statistics.median(known))
+    return None
 
 
 def duration_text(seconds: float) -> str:

@@ -61,16 +61,24 @@ def read_lane(host: Host, name: str) -> Lane:
         ConfigError: no file (``lane-missing``), not to be trusted (``lane-untrusted``),
             unreadable (``lane-unreadable``), or wrong (``InvalidLaneError``).
     """
-    file = lane_file(name)
     if not NAME.fullmatch(name):
         raise _missing(host, name)
+    return read_lane_file(host, lane_file(name), name)
+
+
+def read_lane_file(host: Host, file: str, name: str | None = None) -> Lane:
+    """A lane from any file, such as one that is to be put in place.
+
+    Raises:
+        ConfigError: as ``read_lane``.
+    """
     try:
         path = host.path(file)
         _refuse_untrusted(host, file)
         with path.open("rb") as source:
             content = source.read(_MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _missing(host, name) from error
+        raise _missing(host, name or file) from error
     except OSError as error:
         raise _unreadable(file, error) from error
     if len(content) > _MAX_BYTES:

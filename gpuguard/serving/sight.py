@@ -10,6 +10,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -59,9 +60,15 @@ def surroundings(host: Host, lane: Lane, history: tuple[dict[str, Any], ...]) ->
     )
 
 
-def check_lane(host: Host, lane: Lane, history: tuple[dict[str, Any], ...]) -> tuple[Problem, ...]:
-    """All that is wrong with a lane on this host."""
-    return lint(lane, surroundings(host, lane, history))
+def check_lane(
+    host: Host,
+    lane: Lane,
+    history: tuple[dict[str, Any], ...],
+    also: frozenset[str] = frozenset(),
+) -> tuple[Problem, ...]:
+    """All that is wrong with a lane on this host; ``also``: lanes that will be declared, too."""
+    known = surroundings(host, lane, history)
+    return lint(lane, replace(known, lanes=known.lanes | also))
 
 
 def _shape(host: Host, lane: Lane) -> ModelShape | None:
