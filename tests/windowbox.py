@@ -7,21 +7,26 @@ headers and the driver's library are toys. Needs root and overlay mounts.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import toys
-from tests.box import K1, K2, Box, furnish
+from tests.box import BUILT, K1, K2, Box, furnish
 from tests.building import gcc_text
 
 NEW_DRIVER = "999.20.01"
+_NEEDED = 1 << 30
 _FOLDERS = (
     "etc/apt/apt.conf.d", "etc/apt/preferences.d", "etc/apt/sources.list.d",
     "etc/apt/trusted.gpg.d", "etc/default/grub.d", "dev", "tmp", "run", "boot/grub",
@@ -65,9 +70,10 @@ class WindowBox(Box):
         version: str,
         *,
         depends: str = "",
+        conflicts: str = "",
         files: Mapping[str, str | bytes | Path] | None = None,
         links: Mapping[str, str] | None = None,
-        **scripts: str,
+        scripts: Mapping[str, str] | None = None,
     ) -> None:
         """Make a real package; ``files`` are contents, or files to copy."""
         work = self.root.parent / "package"
@@ -77,10 +83,10 @@ class WindowBox(Box):
         fields = {
             "Package": name, "Version": version, "Architecture": _architecture(),
             "Maintainer": "test <test@example.invalid>", "Description": "toy",
-            "Installed-Size": "10", **({"Depends": depends} if depends else {}),
+            "Installed-Size": "10", "Depends": depends, "Conflicts": conflicts,
         }  # fmt: skip
-        (control / "control").write_text("".join(f"{k}: {v}\n" for k, v in fields.items()))
-        for script, text in scripts.items():
+        (control / "control").write_text("".join(f"{k}: {v}\n" for k, v in fields.items() if v))
+        for script, text in (scripts or {}).items():
             (control / script).write_text(text)
             (control / script).chmod(0o755)
         for path, content in (files or {}).items():
@@ -97,8 +103,13 @@ class WindowBox(Box):
         _quietly("dpkg-deb", "-Znone", "--root-owner-group", "-b", str(work), str(file))
         self.offered[f"{name}={version}"] = file.name
 
-    def offer_kernel(self, release: str, version: str, *, headers: bool = True) -> None:
-        """Image, headers and metas of one kernel; DKMS has built its stock modules."""
+    def offer_kernel(
+        self, release: str, version: str, *, headers: bool = True, **scripts: str
+    ) -> None:
+        """Image, headers and metas of one kernel; DKMS has built its stock modules.
+
+        ``scripts`` are the image's maintainer scripts, besides what they do anyway.
+        """
         series = "linux-kbuild-6.8"
         made = self.root.parent / "stock" / release
         files: dict[str, str | bytes | Path] = {
@@ -113,11 +124,11 @@ class WindowBox(Box):
             files[f"usr/lib/modules/{release}/updates/dkms/{name}.ko"] = toys.toy_module(
                 made / f"{name}.ko", name=name, release=release, seed=f"stock {name}"
             )
-        postinst = _KERNEL_POSTINST.format(release=release)
-        self.offer(
-            f"linux-image-{release}", version, files=files, postinst=postinst,
-            postrm=f"#!/bin/sh\nrm -rf /lib/modules/{release}\nupdate-grub\n",
-        )  # fmt: skip
+        usual = {
+            "postinst": _KERNEL_POSTINST.format(release=release),
+            "postrm": f"#!/bin/sh\nrm -rf /lib/modules/{release}\nupdate-grub\n",
+        }
+        self.offer(f"linux-image-{release}", version, files=files, scripts=usual | scripts)
         self.offer("linux-image-generic", version, depends=f"linux-image-{release}")
         self.offer(series, version, files={f"usr/lib/{series}/scripts/note": version})
         if headers:
@@ -175,8 +186,29 @@ class WindowBox(Box):
     def selections(self) -> str:
         return self.inside("dpkg", "--get-selections", "*")
 
-    def window(self) -> Path:
-        return self.path("/var/lib/gpuguard/window.json")
+    def window(self) -> dict[str, Any] | None:
+        """The record of the window that is open or waits for its boot."""
+        file = self.path("/var/lib/gpuguard/window.json")
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def windows(self) -> list[dict[str, Any]]:
+        """All windows, as ``upgrade --history`` tells them."""
+        return list(self.json("upgrade", "--history").document["windows"])
+
+    def packages(self) -> tuple[dict[str, str], str]:
+        """What a refused upgrade must leave as it is."""
+        return self.installed(), self.selections()
+
+    def break_build(self, release: str) -> None:
+        """The patched modules do not compile for this kernel from now on."""
+        self.path(f"/{BUILT}/{release}").rename(self.path(f"/{BUILT}/{release}.away"))
+
+    def mend_build(self, release: str) -> None:
+        self.path(f"/{BUILT}/{release}.away").rename(self.path(f"/{BUILT}/{release}"))
+
+    def build_logs(self, release: str) -> list[str]:
+        """One for each time that something was compiled for a kernel."""
+        return sorted(p.name for p in self.path("/var/log/gpuguard").glob(f"build-{release}-*"))
 
     def reboot(self, release: str) -> None:
         """As if the machine had come up with this kernel."""
@@ -201,11 +233,24 @@ def _headers(release: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def window_box(empty_root: Path) -> Iterator[WindowBox]:
+def window_box() -> Iterator[WindowBox]:
     """K1 is installed and patched, runs, and is on hold with the driver; K2 is offered."""
-    with mounted_root(empty_root):
-        box = furnished(empty_root)
-        yield box
+    with window_root() as root:
+        yield furnished(root)
+
+
+@contextmanager
+def window_root() -> Iterator[Path]:
+    """A mounted root, in memory where there is room: dpkg syncs every file."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > _NEEDED
+    folder = Path(tempfile.mkdtemp(prefix="gpuguard-test-", dir=memory if roomy else None))
+    folder.chmod(0o755)
+    try:
+        with mounted_root(folder / "host"):
+            yield folder / "host"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class mounted_root:  # noqa: N801 - reads like open()

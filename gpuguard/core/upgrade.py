@@ -82,8 +82,7 @@ class Upgrade:
     def driver_version(self) -> str | None:
         """The userland's new version; None: the driver does not change."""
         for change in self.changes:
-            name = change.name.partition(":")[0]
-            if change.new and _USERLAND.fullmatch(name):
+            if change.new and _USERLAND.fullmatch(change.name):  # ours: no other architecture's
                 upstream = change.new.rpartition(":")[2].partition("-")[0]
                 if match := _DRIVER_VERSION.match(upstream):
                     return match[0]

@@ -213,7 +213,11 @@ class _Looking:
             return choice.names
         for word in self._wish.packages:
             if not is_specification(word):
-                raise UsageError(f"{word}: not a package, as NAME or NAME=VERSION", code="usage")
+                raise UsageError(
+                    f"{word}: not a package, as NAME or NAME=VERSION",
+                    code="usage",
+                    hint="names as dpkg -l prints them, without patterns",
+                )
             package = packages.get(word.partition("=")[0])
             if package is not None and package.is_held and package.name not in self._ours:
                 raise UsageError(
