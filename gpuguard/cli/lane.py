@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,7 +24,8 @@ from gpuguard.cli.lane_text import (
 from gpuguard.cli.render import shown, table
 from gpuguard.cli.session import require_root
 from gpuguard.errors import ConfigError
-from gpuguard.serving.lane_file import InvalidLaneError, lane_names, read_lane
+from gpuguard.serving.lane import Lane
+from gpuguard.serving.lane_file import InvalidLaneError, lane_names, read_lane, read_lane_file
 from gpuguard.serving.lint import errors_of
 from gpuguard.serving.sight import check_lane
 from gpuguard.serving.status import lane_rows, look_at_lanes
@@ -76,8 +77,12 @@ def show(
 @app.command()
 def validate(
     ctx: typer.Context,
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Only this lane; default: all.")
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME|FILE]...",
+            help="Only these; files (absolute paths) need not be in place yet. Default: all.",
+        ),
     ] = None,
 ) -> None:
     """Check lanes: their files, and what would go wrong with them on this host.
@@ -85,26 +90,12 @@ def validate(
     Exit status: 0 fine (warnings are said), 78 a lane cannot be used.
     """
     context: Context = ctx.obj
-    names = (name,) if name else lane_names(context.host)
-    documents = []
-    is_bad = False
-    for one in names:
-        try:
-            lane = read_lane(context.host, one)
-        except ConfigError as error:
-            if name is not None and not context.json and not isinstance(error, InvalidLaneError):
-                raise
-            is_bad = True
-            detail = error.detail or error.message
-            documents.append({"name": one, "valid": False, "problems": [], "error": detail})
-            if not context.json:
-                typer.echo(f"{one}: {shown(error.message)} [{error.code}]", err=True)
-                for line in error.detail.splitlines():
-                    typer.echo(f"  | {shown(line)}", err=True)
-            continue
-        problems = check_lane(context.host, lane, read_history(context.host))
+    lanes, broken = _read_lanes(context, names)
+    documents = [*broken]
+    also = frozenset(lane.name for lane in lanes.values())
+    for one, lane in lanes.items():
+        problems = check_lane(context.host, lane, read_history(context.host), also)
         found = errors_of(problems)
-        is_bad = is_bad or bool(found)
         entries = [
             {"code": p.code, "severity": p.severity, "message": p.message, "remedy": p.remedy}
             for p in problems
@@ -113,9 +104,31 @@ def validate(
         if not context.json:
             typer.echo(f"{one}: {'refused' if found else 'ok'} ({lane.lane_id})")
             say_notices([(p.severity, p.code, p.message, p.remedy) for p in problems])
+    is_bad = not all(document["valid"] for document in documents)
     if context.json:
         context.print_json({"schema": 1, "valid": not is_bad, "lanes": documents})
     raise typer.Exit(ConfigError.exit_status if is_bad else 0)
+
+
+def _read_lanes(
+    context: Context, names: list[str] | None
+) -> tuple[dict[str, Lane], list[dict[str, Any]]]:
+    """Lanes by name or file, and what is said of those that are none."""
+    lanes, broken = {}, []
+    for one in names or lane_names(context.host):
+        try:
+            read = read_lane_file if one.startswith("/") else read_lane
+            lanes[one] = read(context.host, one)
+        except ConfigError as error:
+            if names and not context.json and not isinstance(error, InvalidLaneError):
+                raise
+            detail = error.detail or error.message
+            broken.append({"name": one, "valid": False, "problems": [], "error": detail})
+            if not context.json:
+                typer.echo(f"{one}: {shown(error.message)} [{error.code}]", err=True)
+                for line in error.detail.splitlines():
+                    typer.echo(f"  | {shown(line)}", err=True)
+    return lanes, broken
 
 
 @app.command()
@@ -228,5 +241,7 @@ def history(
         typer.echo("\n".join(history_rows(entries)))
 
 
-for _verb in (lane_admin.init, lane_admin.manifest, lane_admin.prepare, lane_admin.setup):
+for _verb in (
+    lane_admin.init, lane_admin.manifest, lane_admin.prepare, lane_admin.setup, lane_admin.drain
+):  # fmt: skip
     app.command()(_verb)

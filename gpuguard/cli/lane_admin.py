@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from gpuguard.cli.context import Context
-from gpuguard.cli.lane_session import lanes_config
+from gpuguard.cli.lane_session import changing_lanes, lanes_config, require_live
+from gpuguard.cli.render import shown
 from gpuguard.cli.session import require_root
 from gpuguard.errors import ConfigError, StateError, UsageError
 from gpuguard.host.notify import journal
@@ -110,6 +111,26 @@ def prepare(
     if context.json:
         document = {"lane_id": done.lane_id, "environment": done.environment}
         context.print_json({"schema": 1, **document, "notes": list(done.notes)})
+
+
+def drain(ctx: typer.Context) -> None:
+    """Take no new requests, and wait for those under way: before a maintenance window.
+
+    Clients get 503 with Retry-After. The lane goes on running; gpuguard lane resume, a switch or
+    the next boot gives it traffic again.
+    """
+    context: Context = ctx.obj
+    require_live(context)
+    require_root(context)
+    with changing_lanes(context) as lanes:
+        lane, notes = lanes.drain()
+    if context.json:
+        lane_id = None if lane is None else lane.lane_id
+        context.print_json({"schema": 1, "lane_id": lane_id, "notes": list(notes)})
+        return
+    typer.echo("no lane is active" if lane is None else f"{lane.lane_id} gets no new requests")
+    for note in notes:
+        typer.echo(f"note: {shown(note)}", err=True)
 
 
 def setup(

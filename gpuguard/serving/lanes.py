@@ -14,7 +14,7 @@ from gpuguard.serving.front import Front, quietly
 from gpuguard.serving.front_config import Route
 from gpuguard.serving.history import expected_seconds
 from gpuguard.serving.install import install_release
-from gpuguard.serving.lane import Lane
+from gpuguard.serving.lane import DEFAULT_PORT, Lane
 from gpuguard.serving.lane_file import read_lane
 from gpuguard.serving.lint import errors_of
 from gpuguard.serving.machine import Switch, recover
@@ -196,6 +196,30 @@ class Lanes:
         if state.is_stopped:
             systemd.start(release.lane.unit)
         return release.lane
+
+    def drain(self) -> tuple[Lane | None, tuple[str, ...]]:
+        """Answer new requests with 503 and wait for those under way; the lane goes on running.
+
+        ``resume``, or a switch, sends traffic to it again; so does the next boot.
+
+        Returns:
+            The active lane, and notes: what may be cut off when the host goes down now.
+
+        Raises:
+            StateError, ProbeError: what is recorded cannot be read.
+            FrontError: the proxy does not obey.
+        """
+        release = active_release(self._host)
+        front = Front(self._host, self._settings.retry_after)
+        steps = Steps(self._host, self._settings, self._listener.progress)
+        if front.is_installed():
+            port = DEFAULT_PORT if release is None else release.lane.port
+            front.set_route(Route(port, is_open=False))
+        elif release is not None:
+            steps.notes.append("there is no front: clients can still ask the lane's own port")
+        if release is not None:
+            steps.wait_idle(release.lane)
+        return None if release is None else release.lane, tuple(steps.notes)
 
     def reopen_front(self) -> str | None:
         """Send traffic to the active lane if the proxy does not; why that cannot be done."""

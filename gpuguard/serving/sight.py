@@ -68,7 +68,7 @@ def check_lane(
 ) -> tuple[Problem, ...]:
     """All that is wrong with a lane on this host; ``also``: lanes that will be declared, too."""
     known = surroundings(host, lane, history)
-    return lint(lane, replace(known, lanes=known.lanes | also))
+    return lint(lane, replace(known, lanes=(known.lanes or frozenset()) | also))
 
 
 def _shape(host: Host, lane: Lane) -> ModelShape | None:

@@ -153,8 +153,8 @@ class Steps:
         if self._front.is_installed():
             port = (old or self._release(switch.new).lane).port
             self._close_front(switch, port)
-        if old is not None and self._systemd.show(old.unit).is_running:
-            self._wait_idle(old)
+        if old is not None:
+            self.wait_idle(old)
         return None
 
     def _close_front(self, switch: Switch, port: int) -> None:
@@ -165,7 +165,10 @@ class Steps:
                 raise
             self._front_is_down(error.message)
 
-    def _wait_idle(self, lane: Lane) -> None:
+    def wait_idle(self, lane: Lane) -> None:
+        """Let a lane that runs finish its requests, as long as its file says."""
+        if not self._systemd.show(lane.unit).is_running:
+            return
         deadline = time.monotonic() + lane.timeouts.drain
         engine = Engine(lane.port)
         while (left := deadline - time.monotonic()) > 0:
