@@ -344,3 +344,36 @@ def test_textfile_needs_the_name_that_is_read(host: Box, tmp_path: Path) -> None
     answer = textfile(host, tmp_path / "gpuguard.txt")
     assert answer.status == 2
     assert ".prom" in answer.err
+
+
+# --- between the cards ---------------------------------------------------------------------
+
+
+def _bridge(host: Box, card: int, control: int) -> None:
+    """The port above a card gets an extended configuration space with ACS."""
+    device = (host.root / f"sys/bus/pci/devices/0000:0{card}:00.0").resolve().parent
+    space = bytearray(4096)
+    space[0:4] = (0x10DE1234).to_bytes(4, "little")
+    space[0x100:0x104] = (0x0001000D).to_bytes(4, "little")
+    space[0x106:0x108] = control.to_bytes(2, "little")
+    (device / "config").write_bytes(space)
+
+
+def test_what_is_between_the_cards(host: Box) -> None:
+    for card, control in ((1, 0x1D), (2, 0x00), (3, 0x1D)):
+        _bridge(host, card, control)
+    group = host.root / "sys/kernel/iommu_groups/7"
+    (group / "devices").mkdir(parents=True)
+    (group / "devices/0000:01:00.0").touch()
+    (group / "type").write_text("DMA-FQ\n")
+    series = series_of(host)
+    assert value(series, "gpuguard_pci_acs_redirecting_bridges") == 2
+    assert value(series, "gpuguard_iommu_translating") == 1
+    (group / "type").write_text("identity\n")
+    assert value(series_of(host), "gpuguard_iommu_translating") == 0
+
+
+def test_what_cannot_be_read_is_not_there(host: Box) -> None:
+    series = series_of(host)  # no port has a configuration space that can be read
+    assert named(series, "gpuguard_pci_acs_redirecting_bridges") == {}
+    assert value(series, "gpuguard_probe_success", probe="pci") == 1

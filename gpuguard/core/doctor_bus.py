@@ -18,7 +18,7 @@ from gpuguard.core.findings import Severity
 
 _DEVICES = "/sys/bus/pci/devices"
 _GROUPS = "/sys/kernel/iommu_groups"
-_TRANSLATING = ("DMA", "DMA-FQ")
+TRANSLATING = ("DMA", "DMA-FQ")  # types of IOMMU groups
 #: ACS Control register, PCI Express Base Specification 7.7.11.3; words as lspci prints them.
 _ACS_BITS = (
     (0x01, "SrcValid"), (0x02, "TransBlk"), (0x04, "ReqRedir"), (0x08, "CmpltRedir"),
@@ -122,7 +122,7 @@ def _iommu_causes(cards: Iterable[CardFacts]) -> Iterator[Cause]:
                 yield not_read(
                     card.bus_id, kind, "is /sys mounted? run it on the host", code="iommu-unknown"
                 )
-        elif kind in _TRANSLATING:
+        elif kind in TRANSLATING:
             yield _translating(card, kind)
         elif kind not in (None, "identity"):
             yield _odd_group(card, str(kind))
@@ -170,18 +170,19 @@ def check_acs(facts: DoctorFacts) -> Check:
     for card in cards:
         for bridge in card.bridges:
             above.setdefault(bridge.address, (bridge, []))[1].append(card.bus_id)
-    causes = [_redirecting(b, below) for b, below in above.values() if _redirects(b)]
+    causes = [_redirecting(b, below) for b, below in above.values() if redirects(b)]
     causes += _acs_unread([bridge for bridge, _ in above.values()])
     notes = [
         f"{address} has UpstreamFwd on, which alone redirects nothing between its own ports"
         for address, (bridge, _) in above.items()
-        if isinstance(bridge.acs, int) and bridge.acs & _UPSTREAM and not _redirects(bridge)
+        if isinstance(bridge.acs, int) and bridge.acs & _UPSTREAM and not redirects(bridge)
     ]
     fine = f"no redirect on {plural(len(above), 'port')} above the cards"
     return conclude("acs", fine if above else "no ports above the cards", causes, notes)
 
 
-def _redirects(bridge: Bridge) -> bool:
+def redirects(bridge: Bridge) -> bool:
+    """True if peer traffic that reaches this port is sent on to the CPU."""
     return isinstance(bridge.acs, int) and bool(bridge.acs & _REDIRECTING)
 
 

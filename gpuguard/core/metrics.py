@@ -17,6 +17,7 @@ class Probe(StrEnum):
     KERNEL = "kernel"
     DRIVER = "driver"
     TOPO = "topo"
+    PCI = "pci"
     HOLDS = "holds"
     REBUILD = "rebuild"
     GATE = "gate"
@@ -26,7 +27,7 @@ class Probe(StrEnum):
 
 #: Those of every observation; the others have series once ``verify --deep`` has run.
 REGULAR_PROBES = (
-    Probe.KERNEL, Probe.DRIVER, Probe.TOPO, Probe.HOLDS, Probe.REBUILD, Probe.GATE
+    Probe.KERNEL, Probe.DRIVER, Probe.TOPO, Probe.PCI, Probe.HOLDS, Probe.REBUILD, Probe.GATE,
 )  # fmt: skip
 
 
@@ -123,6 +124,21 @@ METRICS = (
         "gpuguard_p2p_unavailable", "gauge",
         "Why the driver could not be asked; there whether it could or not.", ("reason",),
         values=f"{_FLAG}; every reason is always there",
+    ),
+    # --- pci
+    Metric(
+        "gpuguard_gpu_bar1_bytes", "gauge", "Size of a card's BAR1, through which peers reach it.",
+        ("uuid",), Probe.PCI, "0: it has no address",
+    ),
+    Metric(
+        "gpuguard_pci_acs_redirecting_bridges", "gauge",
+        "Ports above the cards that send peer traffic up to the CPU.", (), Probe.PCI,
+        "absent where root alone may read that: in the daemon; a textfile by root has it",
+    ),
+    Metric(
+        "gpuguard_iommu_translating", "gauge",
+        "Whether the IOMMU translates what a card sends.", (), Probe.PCI,
+        f"{_FLAG}; absent where it cannot be read",
     ),
     # --- driver
     Metric(

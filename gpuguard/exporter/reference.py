@@ -28,6 +28,7 @@ the last observation found.
 _SECTIONS: tuple[tuple[Probe | None, str, str], ...] = (
     (None, "gpuguard itself", "Always there."),
     (Probe.TOPO, "Probe `topo`", "What the driver grants between the cards: NVML, or nvidia-smi."),
+    (Probe.PCI, "Probe `pci`", "What slows P2P down, or breaks it: `gpuguard doctor` tells more."),
     (Probe.DRIVER, "Probe `driver`", "What is loaded."),
     (Probe.KERNEL, "Probe `kernel`", "What the next boots would load."),
     (Probe.HOLDS, "Probe `holds`", "Which packages are on hold, and what that costs."),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from gpuguard.accepted import read_accepted
 from gpuguard.config import Config
 from gpuguard.core.assess import Assessment
+from gpuguard.core.doctor_facts import Unread
 from gpuguard.core.document import status_document
 from gpuguard.core.facts import HostFacts, P2pFacts
 from gpuguard.core.findings import Finding, Verdict
@@ -30,13 +31,17 @@ from gpuguard.core.samples import (
 from gpuguard.core.samples_changes import gate_samples, hold_samples, rebuild_samples
 from gpuguard.core.samples_deep import collective_samples, transfer_samples
 from gpuguard.core.samples_p2p import could_look, topo_samples, unavailable_samples
+from gpuguard.core.samples_pci import pci_samples
 from gpuguard.deep.baseline import read_baseline
 from gpuguard.deep_record import read_deep_record
 from gpuguard.errors import GpuguardError, ProbeError
 from gpuguard.host import Host
 from gpuguard.host.reading import read_text
 from gpuguard.last_run import read_last_run
+from gpuguard.probes.iommu import probe_iommu
 from gpuguard.probes.p2p import probe_p2p, probe_pci_gpus
+from gpuguard.probes.params import probe_information
+from gpuguard.probes.pci import probe_cards
 from gpuguard.proof import read_gate_result
 from gpuguard.state import QUEUE_FILE
 from gpuguard.tally import read_tally
@@ -76,6 +81,7 @@ def observe(host: Host, config: Config | None, trouble: Finding | None = None) -
         verdict = verdict_samples(assessment.verdict, assessment.findings)
         status = status_document(facts, assessment, policy_of(config, read_accepted(host)))
     parts += [
+        _part(Probe.PCI, lambda: _pci(host, config, p2p)),
         _part(Probe.REBUILD, lambda: _rebuilds(host)),
         _part(Probe.GATE, lambda: _gate(host)),
         *_deep_parts(host),
@@ -136,6 +142,17 @@ def _topo(host: Host, config: Config | None, p2p: P2pFacts) -> Iterable[Sample]:
 def _with_reasons(topo: Part, p2p: P2pFacts) -> Part:
     always = unavailable_samples(p2p, looked=topo.problem is None)
     return replace(topo, always=tuple(always))
+
+
+def _pci(host: Host, config: Config | None, p2p: P2pFacts) -> Iterable[Sample]:
+    uuids = {gpu.pci_bus_id: gpu.uuid for gpu in p2p.gpus}
+    cards = probe_cards(host, probe_iommu(host), probe_information(host), {}, uuids)
+    if isinstance(cards, Unread):
+        if not uuids and probe_pci_gpus(host) == ():
+            return ()
+        raise ProbeError(f"{cards.place}: {cards.why}")
+    excluded = config.p2p.exclude if config is not None else ()
+    return pci_samples([card for card in cards if card.bus_id not in excluded], uuids)
 
 
 def _rebuilds(host: Host) -> Iterable[Sample]:
