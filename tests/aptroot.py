@@ -77,8 +77,8 @@ class AptRoot:
             (folder / "DEBIAN" / script).write_text(f"#!/bin/sh\n{body}\n")
             (folder / "DEBIAN" / script).chmod(0o755)
         target = self.root / f"tmp/{name}_{version}_all.deb"
-        command = ["dpkg-deb", "--build", "--root-owner-group", "-Znone", folder, target]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        words = ("dpkg-deb", "--build", "--root-owner-group", "-Znone")
+        subprocess.run([*words, folder, target], check=True, stdout=subprocess.DEVNULL)
         shutil.rmtree(folder)
         return target
 

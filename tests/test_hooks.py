@@ -36,7 +36,7 @@ def pattern(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with the hooks that the real ``gpuguard setup`` installed."""
     root = make_apt_root(tmp_path_factory.mktemp("apt") / "root")
     root.program("exit 0")
-    command = [sys.executable, "-m", "gpuguard", "--root", root.root, "setup"]
+    command = [sys.executable, "-m", "gpuguard", "--root", str(root.root), "setup"]
     subprocess.run(
         [*command, "--program", f"/{PROGRAM}"], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE
     )

@@ -108,7 +108,7 @@ def say(context: Context, prepared: Prepared, outcome: str, effects: Effects | N
     for unit in effects.started:
         typer.echo(f"start    {unit}")
     if outcome == "nothing-to-do":
-        typer.echo("everything is in place; nothing to do")
+        typer.echo("all else is in place" if prepared.plan.kept else "everything is in place")
 
 
 def _reason(step: Step, reasons: dict[str, str]) -> str:

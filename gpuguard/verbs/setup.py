@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -39,7 +40,10 @@ from gpuguard.verbs import units
 from gpuguard.verbs.clock import now
 from gpuguard.verbs.units import Effects
 
-_FOLDERS = ("apt", "kernel", "logind", "man", "systemd")
+_FOLDERS = (
+    "apt", "kernel", "logind", "man", "systemd", "prometheus", "grafana/dashboards",
+    "grafana/provisioning/dashboards", "grafana/provisioning/datasources",
+)  # fmt: skip
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./+-]+")
 _ACCOUNT_SECONDS = 30.0
 
@@ -75,7 +79,8 @@ def prepare(
     """
     program = find_program(host, program)
     _refuse_untrusted(host, program)
-    content = _resources() | {f"completion/{k}": v.encode() for k, v in completions.items()}
+    scripts = {f"completion/{shell}": text.encode() for shell, text in completions.items()}
+    content = {**_resources(), **scripts}
     values = {
         "PROGRAM": program,
         "LIBRARY": LIBRARY,
@@ -206,7 +211,8 @@ def _hooks_folder_problem(host: Host) -> str | None:
     return writable_by_others(host.root / LIBRARY.lstrip("/"), root=host.root, missing_ok=True)
 
 
-def _resources() -> dict[str, bytes]:
+@cache
+def _resources() -> Mapping[str, bytes]:
     top = resources.files("gpuguard").joinpath("resources")
     found = {"gpuguard.yaml.example": top.joinpath("gpuguard.yaml.example").read_bytes()}
     for folder in _FOLDERS:

@@ -13,6 +13,7 @@ from gpuguard.host import Host
 
 _SYSTEMD = Path("/run/systemd/system")  # sd_booted(3)
 _SYSTEMCTL_SECONDS = 120.0
+_DAEMON = "gpuguard.service"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +53,8 @@ def stop(host: Host, units: Sequence[str]) -> Effects:
     if has_systemd(host):
         for unit in sorted(units, key=lambda name: (name.endswith(".service"), name)):
             _systemctl(host, effects, "stop", unit)
+        with suppress(CommandError):  # its cache; there is none if it never ran
+            host.run("systemctl", "clean", "--what=cache", _DAEMON, timeout=_SYSTEMCTL_SECONDS)
     return effects
 
 
