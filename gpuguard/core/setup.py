@@ -31,6 +31,8 @@ _FILES = {
     "completion/zsh": (f"{_SHARE}/zsh/site-functions/_gpuguard", 0o644),
     "completion/fish": (f"{_SHARE}/fish/vendor_completions.d/gpuguard.fish", 0o644),
 }
+#: Resources for other programs to read where they lie: Prometheus, Alertmanager, Grafana.
+_SHARED = ("prometheus/", "grafana/")
 #: By name between dkms and both dracut and initramfs-tools, as run-parts(8) sorts.
 _KERNEL_HOOKS = ("postinst.d", "header_postinst.d", "postrm.d")
 _UNIT_SUFFIXES = (".service", ".timer", ".path")
@@ -189,6 +191,8 @@ def _places(name: str) -> Iterator[tuple[str, int]]:
         path, mode = _FILES[name]
         for folder in _KERNEL_HOOKS if "{}" in path else ("",):
             yield path.replace("{}", folder), mode
+    elif name.startswith(_SHARED):
+        yield f"{_SHARE}/gpuguard/{name}", 0o644
 
 
 def _filled(content: bytes, values: Mapping[str, str]) -> bytes:

@@ -74,7 +74,7 @@ _REBOOT = stat(
 _OLDEST_HOLD = stat(
     "Oldest hold",
     "How long ago the oldest hold of gpuguard was set: the time without a maintenance window.",
-    Query("time() - min(gpuguard_hold_oldest_timestamp_seconds)", now=True),
+    Query("time() - min(gpuguard_hold_oldest_timestamp_seconds > 0)", now=True),
     unit="s",
     steps=((None, BLUE),),
     no_value="none",
@@ -97,7 +97,7 @@ _TABLE = table(
     Query('min by (instance, job) (gpuguard_kernel_ready{role="next"})'),
     Query("max by (instance, job) (gpuguard_reboot_required)"),
     Query("max by (instance, job) (gpuguard_holds_drifted)"),
-    Query("time() - min by (instance, job) (gpuguard_hold_oldest_timestamp_seconds)"),
+    Query("time() - min by (instance, job) (gpuguard_hold_oldest_timestamp_seconds > 0)"),
     Query("sum by (instance, job) (gpuguard_withheld_upgrades)"),
     Query("time() - max by (instance, job) (gpuguard_observation_timestamp_seconds)"),
     width=24,
@@ -157,7 +157,9 @@ _READINESS = timeline(
 _HOLD_AGES = graph(
     "Oldest hold of each host",
     "How long each host has gone without a maintenance window.",
-    Query("time() - min by (instance) (gpuguard_hold_oldest_timestamp_seconds)", "{{instance}}"),
+    Query(
+        "time() - min by (instance) (gpuguard_hold_oldest_timestamp_seconds > 0)", "{{instance}}"
+    ),
     unit="s",
     steps=_A_MONTH,
     minimum=0,

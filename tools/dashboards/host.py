@@ -98,7 +98,7 @@ _NOW = [
     stat(
         "Oldest hold",
         "How long ago the oldest hold of gpuguard was set.",
-        Query(f"time() - gpuguard_hold_oldest_timestamp_seconds{{{_I}}}", now=True),
+        Query(f"time() - (gpuguard_hold_oldest_timestamp_seconds{{{_I}}} > 0)", now=True),
         unit="s",
         steps=((None, BLUE),),
         width=4,
