@@ -76,7 +76,7 @@ class AptRoot:
         for script, body in scripts.items():
             (folder / "DEBIAN" / script).write_text(f"#!/bin/sh\n{body}\n")
             (folder / "DEBIAN" / script).chmod(0o755)
-        target = self.root / f"tmp/{name}_{version}_all.deb"
+        target = self.root / f"tmp/{name}_{version}_{control['Architecture']}.deb"
         words = ("dpkg-deb", "--build", "--root-owner-group", "-Znone")
         subprocess.run([*words, folder, target], check=True, stdout=subprocess.DEVNULL)
         shutil.rmtree(folder)

@@ -60,12 +60,12 @@ def _hooks(facts: AutomationFacts) -> Iterator[Finding]:
         )
     elif facts.faults:
         named = ", ".join(f"{path} is {why}" for path, why in facts.faults)
+        # what somebody has changed, its mode included, is put back by force alone
+        is_missing = all(why == "missing" for _, why in facts.faults)
         yield _finding(
             code="hook-dead",
             message=f"a hook may not work: {named}",
-            remedy=f"{_AGAIN} --force"
-            if any(why == "changed" for _, why in facts.faults)
-            else _AGAIN,
+            remedy=_AGAIN if is_missing else f"{_AGAIN} --force",
             evidence=dict(facts.faults),
         )
 
