@@ -100,13 +100,13 @@ def _p2p(p2p: Mapping[str, Any]) -> str:
         said = p2p["problem"] or "no card"
         return _section("P2P", f'<p class="soft">{_text(said)}; {expected} cards expected</p>')
     words = {(pair["src"], pair["dst"]): (pair["read"], pair["write"]) for pair in p2p["pairs"]}
-    head = "".join(f"<th scope=col>GPU{gpu['index']}</th>" for gpu in gpus)
+    head = "".join(f"<th scope=col>{gpu['index']}</th>" for gpu in gpus)
     rows = []
     for gpu in gpus:
         cells = "".join(_cell(words, gpu["uuid"], other["uuid"]) for other in gpus)
         rows.append(f"<tr><th scope=row>GPU{gpu['index']}</th>{cells}</tr>")
     matrix = (
-        '<div class="wide"><table class="matrix"><thead><tr><th>from \\ to</th>'
+        '<div class="wide"><table class="matrix"><thead><tr><th>from, to</th>'
         f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
     cards = [

@@ -42,8 +42,8 @@ td code{white-space:nowrap}.matrix{width:auto}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem;margin:0}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 @media(max-width:34rem){dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.5rem}
-main{padding:.6rem}section{padding:.75rem}
-.matrix td,.matrix thead th{min-width:2.4rem;padding:.3rem .2rem}}
+main{padding:.6rem}section{padding:.75rem}th,td{padding:.3rem .35rem;font-size:.9rem}
+.matrix td,.matrix thead th{min-width:1.9rem;padding:.3rem .1rem;font-size:.75rem}}
 """
 #: Nothing but this very style sheet; no script, no picture, no frame around it.
 POLICY = (
