@@ -73,9 +73,10 @@ class WindowBox(Box):
         conflicts: str = "",
         files: Mapping[str, str | bytes | Path] | None = None,
         links: Mapping[str, str] | None = None,
+        trees: Mapping[str, Path] | None = None,
         scripts: Mapping[str, str] | None = None,
     ) -> None:
-        """Make a real package; ``files`` are contents, or files to copy."""
+        """Make a real package; ``files`` are contents, or files to copy; ``trees`` folders."""
         work = self.root.parent / "package"
         shutil.rmtree(work, ignore_errors=True)
         control = work / "DEBIAN"
@@ -99,6 +100,8 @@ class WindowBox(Box):
         for path, goal in (links or {}).items():
             (work / path).parent.mkdir(parents=True, exist_ok=True)
             (work / path).symlink_to(goal)
+        for path, tree in (trees or {}).items():
+            shutil.copytree(tree, work / path, symlinks=True)
         file = self.root / "srv/repo" / f"{name}_{version.replace(':', '%3a')}.deb"
         _quietly("dpkg-deb", "-Znone", "--root-owner-group", "-b", str(work), str(file))
         self.offered[f"{name}={version}"] = file.name
@@ -286,7 +289,8 @@ class mounted_root:  # noqa: N801 - reads like open()
             subprocess.run(["umount", "-l", self.root / name], check=False)
 
 
-def furnished(root: Path) -> WindowBox:
+def furnished(root: Path, *, first: str = K1, then: str | None = K2) -> WindowBox:
+    """One kernel installed, patched and on hold; another one offered."""
     furnish(root)
     box = WindowBox(root)
     for folder in _FOLDERS:
@@ -306,17 +310,18 @@ def furnished(root: Path) -> WindowBox:
     script.chmod(0o755)
     for old in (root / "usr/lib/x86_64-linux-gnu").glob("libnvidia-ml*"):
         old.unlink()
-    box.offer_kernel(K1, "1")
+    box.offer_kernel(first, "1")
     box.offer_driver(toys.VERSION)
     box.update()
     box.install("linux-image-generic", "linux-headers-generic", "nvidia-driver")
-    for release in (K1, K2):
+    for release in filter(None, (first, then)):
         box.compile_to(release)
-    box.reboot(K1)
+    box.reboot(first)
     box.rebuilt()
     assert box.run("hold").status == 0
-    box.offer_kernel(K2, "2")
-    box.update()
+    if then is not None:
+        box.offer_kernel(then, "2")
+        box.update()
     return box
 
 

@@ -31,8 +31,9 @@ def preflight_text(preflight: Preflight) -> str:
         lines.append("no build was tried (--no-build): whether the modules compile is not known")
     if preflight.foreign:
         lines.append(f"left alone, held by others: {', '.join(preflight.foreign)}")
-    for refusal in preflight.refusals:
-        lines.append(_refusal_text(refusal))
+    now = "safe" if preflight.safe_now else "not safe"
+    lines.append(f"next boot as it is now: {preflight.facts.next.release or 'unknown'}, {now}")
+    lines += [_refusal_text(refusal) for refusal in preflight.refusals]
     return "\n".join(lines)
 
 
@@ -92,6 +93,7 @@ def preflight_document(preflight: Preflight) -> dict[str, Any]:
         "removed_kernels": list(upgrade.removed_kernels),
         "driver_version": upgrade.driver_version,
         "foreign_holds": list(preflight.foreign),
+        "reboot_now": {"next": preflight.facts.next.release, "safe": preflight.safe_now},
         "builds_tried": preflight.wish.build,
         "builds": [
             {

@@ -30,6 +30,16 @@ def while_building(host: Host, config: Config, releases: tuple[str, ...]) -> Ite
         yield
 
 
+@contextmanager
+def while_window(host: Host, config: Config) -> Iterator[None]:
+    """A shutdown inhibitor for as long as a maintenance window is open."""
+    if not host.is_live or config.reboot.inhibit == "never":
+        yield
+        return
+    with reboot_held("gpuguard upgrade: kernels and drivers are being installed"):
+        yield
+
+
 def settle(host: Host, config: Config, facts: HostFacts, assessment: Assessment) -> str | None:
     """Hold a reboot back, or let it go, by what would boot next; why it is held, if it is.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from gpuguard.build.progress import Progress
 from gpuguard.config import Config
 from gpuguard.core.assess import assess
 from gpuguard.core.plan import Leave, Rebuild, Request
-from gpuguard.errors import CommandError, GpuguardError, PreflightError
+from gpuguard.errors import CommandError, GpuguardError, PreflightError, StateError
 from gpuguard.host import Host
 from gpuguard.host.signals import HeldSignals
 from gpuguard.probes import apt
@@ -146,11 +146,14 @@ class _Work:
         """All steps; every way out leads through ``_end``."""
         self._put_aside()
         try:
-            self._enter(Phase.LIFTED)
-            if self._install():
-                self._rebuild()
+            with reboot_hold.while_window(self._host, self._config):
+                self._enter(Phase.LIFTED)
+                if self._install():
+                    self._rebuild()
         except GpuguardError as error:
             self._failed(error)
+        except OSError as error:
+            self._failed(StateError(f"{error.filename or 'a file'}: {error.strerror}"))
         except BaseException as error:
             with HeldSignals():  # people press Ctrl-C twice
                 self._end("interrupted", f"stopped by {type(error).__name__}")
@@ -209,8 +212,9 @@ class _Work:
         return bool(installed_changes(self._host, self._report.window))
 
     def _explained(self, error: CommandError) -> CommandError:
-        if apt.unfinished(self._host):
-            error.hint = f"{_UNCONFIGURED}\n{error.hint}"
+        with suppress(GpuguardError):  # what apt said is what counts
+            if apt.unfinished(self._host):
+                error.hint = f"{_UNCONFIGURED}\n{error.hint}"
         return error
 
     def _rebuild(self) -> None:
@@ -234,6 +238,9 @@ class _Work:
         report = self._report
         try:
             self._enter(Phase.HOLDING)
+        except GpuguardError as error:  # a full disk: all the more
+            self._failed(error)
+        try:
             report.holds = hold_again(self._host, self._config)
             self._settle_boot_default()
             self._look()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpuguard.apply.lock import wait_for_package_tools
 from gpuguard.build.inputs import InputsProbe
 from gpuguard.build.prebuilt import build_ahead, keep_only
 from gpuguard.build.progress import Progress
 from gpuguard.build.scratch_headers import Scratch, scratch_folder, scratch_headers
 from gpuguard.config import Config
+from gpuguard.core.assess import assess
 from gpuguard.core.facts import (
     HeadersFacts,
     HostFacts,
@@ -33,7 +33,13 @@ from gpuguard.core.upgrade import (
     removal_refusals,
     without_holds,
 )
-from gpuguard.errors import CommandError, GpuguardError, ProbeError, UsageError
+from gpuguard.errors import (
+    CommandError,
+    CommandNotFoundError,
+    GpuguardError,
+    ProbeError,
+    UsageError,
+)
 from gpuguard.host import Host
 from gpuguard.host.reading import read_text
 from gpuguard.ledger import read_ledger
@@ -60,7 +66,7 @@ class Preflight:
     """What was found out; nothing but gpuguard's own cache has changed.
 
     ``foreign``: packages that are left as they are, because somebody else holds them.
-    ``was_tried``: False if nothing was compiled, by wish or because it was refused before.
+    ``safe_now``: whether a reboot would be safe without the upgrade.
     """
 
     wish: Wish
@@ -70,7 +76,7 @@ class Preflight:
     trials: tuple[Trial, ...] = ()
     foreign: tuple[str, ...] = ()
     automatic: tuple[str, ...] = ()
-    was_tried: bool = False
+    safe_now: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -129,6 +135,8 @@ class _Looking:
         self._write_status()
         try:
             upgrade = self._plan(packages)
+        except CommandNotFoundError:
+            raise
         except CommandError as error:
             return self._answer(Upgrade(), (self._impossible(error),))
         refusals = (
@@ -159,7 +167,7 @@ class _Looking:
             trials=trials,
             foreign=self._foreign,
             automatic=tuple(name for name in asked if name in marked),
-            was_tried=self._wish.build and any(trial.was_built for trial in trials),
+            safe_now=assess(self._facts, policy_of(self._config)).reboot.safe,
         )
 
     def _is_meant(self, name: str) -> bool:
@@ -304,15 +312,6 @@ def error_of(preflight: Preflight) -> GpuguardError:
     )
     error.exit_status = first.exit_status
     return error
-
-
-def wait_for_others(host: Host, config: Config) -> None:
-    """Let apt, dpkg and dkms come to their end.
-
-    Raises:
-        LockHeldError: they were still at work.
-    """
-    wait_for_package_tools(host, config.lock_timeout_seconds)
 
 
 def _future(release: str, headers: HeadersFacts) -> KernelFacts:
