@@ -1,6 +1,6 @@
 """Run all benchmarks, or those named.
 
-`python -m benchmarks [status] [verify] [rebuild] [--repeat N]`
+`python -m benchmarks [status] [verify] [hook] [rebuild] [--repeat N]`
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import rebuild, status, verify
+from benchmarks import hook, rebuild, status, verify
 from benchmarks.figures import Figures
 
 RESULTS = Path(__file__).parent / "results.md"
-_ALL = ["status", "verify", "rebuild"]
+_ALL = ["status", "verify", "hook", "rebuild"]
 
 
 def main() -> None:
     """Measure, print, and write results.md (only when everything was measured)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("which", nargs="*", help="status, verify, rebuild; default: all")
+    parser.add_argument("which", nargs="*", help=f"{', '.join(_ALL)}; default: all")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of the rebuild comparison")
     chosen = parser.parse_args()
     which = chosen.which or _ALL
@@ -31,6 +31,8 @@ def main() -> None:
         status.measure(figures)
     if "verify" in which:
         verify.measure(figures)
+    if "hook" in which:
+        hook.measure(figures)
     if "rebuild" in which:
         rebuild.measure(figures, rounds=chosen.repeat)
     text = _head() + figures.markdown()
