@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from gpuguard.core.metrics import BY_NAME, Probe
 
 REPOSITORY = Path(__file__).parents[1]
 PROMETHEUS = REPOSITORY / "gpuguard/resources/prometheus"
@@ -79,3 +82,73 @@ def alerts() -> tuple[dict[str, Any], ...]:
 def title(rule: dict[str, Any]) -> str:
     """Name and severity: two alerts may share a name."""
     return f"{rule['alert']}-{rule['labels']['severity']}"
+
+
+# --- dashboards ----------------------------------------------------------------------------
+
+DASHBOARDS = sorted((GRAFANA / "dashboards").glob("*.json"))
+
+
+def panels(file: Path) -> list[dict[str, Any]]:
+    """Every panel that shows something, rows left out."""
+    document = json.loads(file.read_text())
+    return [panel for panel in document["panels"] if panel["type"] != "row"]
+
+
+def queries(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every query with its panel."""
+    for panel in panels(file):
+        yield from ((panel, target["expr"]) for target in panel["targets"])
+
+
+def filled(expr: str, instance: str = ".*", model: str = ".*") -> str:
+    """A query as Grafana sends it: with values for the variables."""
+    values = {"$instance": instance, "$model_name": model, "$__rate_interval": "1m"}
+    for name, value in values.items():
+        expr = expr.replace(name, value)
+    assert not re.search(r"\$[a-z_{]", expr), expr
+    return expr
+
+
+def vllm_metrics() -> dict[str, tuple[str, frozenset[str]]]:
+    """Name -> type and labels, of a real vLLM."""
+    rows = (REPOSITORY / "tests/golden/vllm-0.32.0-metrics.txt").read_text().splitlines()
+    split = (row.split() for row in rows)
+    return {name: (kind, frozenset(labels.split(","))) for name, kind, labels in split}
+
+
+def problems_of(selector: Selector) -> Iterator[str]:
+    """What no exporter has: the metric, a label, a value of a label."""
+    labels = _labels(selector.name)
+    if labels is None:
+        yield f"{selector.name}: no such metric"
+        return
+    for label, _, value in selector.matchers:
+        if label not in labels | {"instance", "job"}:
+            yield f"{selector.name}: no label {label}"
+        words = _words(selector.name, label)
+        yield from (
+            f"{selector.name}: {label} is never {word}"
+            for word in value.split("|")
+            if words and word not in words
+        )
+
+
+def _words(name: str, label: str) -> set[str]:
+    """The values that a label of ours can have; empty if the table does not tell."""
+    if label == "probe":
+        return {*Probe}
+    said = BY_NAME[name].values if name in BY_NAME else ""
+    return set(re.findall(r"\w+", said.split(f"{label}:", 1)[1])) if f"{label}:" in said else set()
+
+
+def _labels(name: str) -> frozenset[str] | None:
+    if name in BY_NAME:
+        return frozenset(BY_NAME[name].labels)
+    if any(rule["record"] == name for rule in rules(RECORDING_RULES)):
+        return frozenset({"verdict", "uuid", "index", "name", "pci_bus_id"})
+    known = vllm_metrics()
+    base = re.sub(r"_(bucket|count|sum)$", "", name)
+    if name not in known and known.get(base, ("",))[0] == "histogram":
+        name = base
+    return known[name][1] if name in known else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dashboards.build import Dashboard, Panel, Query, State, label_variable, link_to, override
+from tools.dashboards.build import Dashboard, Panel, Query, label_variable, link_to, override
 from tools.dashboards.panels import (
     BLUE,
     GREEN,
@@ -17,7 +17,6 @@ from tools.dashboards.panels import (
     columns,
     graph,
     matrix,
-    merged,
     no_yes,
     stat,
     table,
@@ -221,6 +220,32 @@ _REBUILDS = [
         no_value="never",
     ),
 ]
+_AUTOMATIC = [
+    stat(
+        "Automatic run",
+        "Whether one is wanted and has not begun.",
+        Query(f"gpuguard_rebuild_queued{{{_I}}}", now=True),
+        states=no_yes("wanted", "none wanted"),
+        width=8,
+    ),
+    stat(
+        "Last automatic run",
+        "How long ago the last automatic run ended.",
+        Query(f"time() - (gpuguard_automatic_run_last_timestamp_seconds{{{_I}}} > 0)", now=True),
+        unit="s",
+        steps=((None, BLUE),),
+        width=8,
+        no_value="never",
+    ),
+    stat(
+        "Its exit status",
+        "0: fine, 1: something is not healthy, 75: another program was at work.",
+        Query(f"gpuguard_automatic_run_last_exit_status{{{_I}}}", now=True),
+        steps=((None, GREEN), (1, YELLOW), (65, RED)),
+        width=8,
+        no_value="there was none",
+    ),
+]
 _HOLDS = [
     table(
         "Packages that policy holds",
@@ -254,15 +279,29 @@ _PROBES = [
     ),
     table(
         "Causes",
-        "What is known to take P2P away or to slow it down; gpuguard doctor says more.",
-        Query(f"gpuguard_pci_acs_redirecting_bridges{{{_I}}}"),
-        Query(f"gpuguard_iommu_translating{{{_I}}}"),
-        transformations=merged(
-            {"Value #A": "Bridges that redirect (ACS)", "Value #B": "IOMMU translates"},
-            hidden=("__name__", "__name__ 1", "__name__ 2", "instance", "job"),
+        "What takes P2P away or slows it down: 0 is good. gpuguard doctor says more. Bridges are "
+        "counted only where root looks (textfile).",
+        Query(
+            f"label_replace(gpuguard_iommu_translating{{{_I}}},"
+            ' "cause", "IOMMU translates", "", "")'
+            f" or label_replace(gpuguard_pci_acs_redirecting_bridges{{{_I}}},"
+            ' "cause", "bridges that redirect (ACS)", "", "")'
+            f" or label_replace(gpuguard_p2p_unavailable{{{_I}}},"
+            ' "cause", "driver cannot be asked: $1", "reason", "(.*)")'
         ),
-        overrides=[coloured("IOMMU translates", (State(0, "no", GREEN), State(1, "yes", ORANGE)))],
-        height=4,
+        transformations=columns(
+            {"cause": "Cause", "Value": "State"}, hidden=("instance", "job", "reason")
+        ),
+        overrides=[
+            override(
+                "State",
+                custom__cellOptions={"type": "color-background", "mode": "basic"},
+                thresholds={
+                    "mode": "absolute",
+                    "steps": [{"value": None, "color": GREEN}, {"value": 1, "color": ORANGE}],
+                },
+            )
+        ],
     ),
     table(
         "Cards",
@@ -315,7 +354,7 @@ HOST = Dashboard(
         ("Now", _NOW),
         ("Pairs of cards", _PAIRS),
         ("Kernels and modules", _KERNELS),
-        ("Rebuilds", _REBUILDS),
+        ("Rebuilds", [*_REBUILDS, *_AUTOMATIC]),
         ("Holds", _HOLDS),
         ("Looking", _PROBES),
         (
