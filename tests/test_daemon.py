@@ -101,6 +101,18 @@ def test_a_change_of_files_is_noticed_before_the_interval(host: Box) -> None:
         assert len(log) == len(set(log))  # one line per change
 
 
+def test_a_queued_rebuild_is_logged_once(host: Box) -> None:
+    queue = host.root / "var/lib/gpuguard/rebuild-wanted"
+    with serving(host.root) as served:
+        observed(served)
+        queue.touch()
+        served.await_series(lambda found: value(found, "gpuguard_rebuild_queued") == 1)
+        queue.unlink()
+        served.await_series(lambda found: value(found, "gpuguard_rebuild_queued") == 0)
+        lines = [line for line in served.log() if "queued" in line]
+        assert lines == ["gpuguard: an automatic rebuild is queued"]
+
+
 def test_nothing_is_logged_while_nothing_changes(host: Box) -> None:
     configure(host.root, interval=1)
     with serving(host.root) as served:
@@ -253,6 +265,17 @@ def test_a_broken_configuration_is_refused_and_the_old_one_kept(host: Box) -> No
         assert value(series, "gpuguard_config_last_reload_successful") == 0
         assert value(series, "gpuguard_observation_interval_seconds") == 3600
         assert value(series, "gpuguard_gpus_expected") == 3
+
+
+def test_what_a_reload_cannot_change_is_refused(host: Box) -> None:
+    with serving(host.root) as served:
+        observed(served)
+        configure(host.root, interval=5, serve={"listen": "127.0.0.1:1"})
+        served.process.send_signal(signal.SIGHUP)
+        served.await_told(lambda message: "READY=1" in message)
+        (line,) = [line for line in served.log() if "configuration refused" in line]
+        assert "serve.listen is changed by a restart only" in line
+        assert value(served.series(), "gpuguard_observation_interval_seconds") == 3600
 
 
 def test_a_broken_configuration_at_the_start(host: Box) -> None:

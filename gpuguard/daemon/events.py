@@ -45,6 +45,18 @@ def changes(
         yield Event(f"verdict {how}", _PRIORITY[is_now], fields)
     yield from _findings(told, now)
     yield from _probes(before, now)
+    if _is_queued(now) and not _is_queued(before):
+        yield Event("an automatic rebuild is queued", "notice", {"event": "rebuild-queued"})
+
+
+def _is_queued(observation: Observation | None) -> bool:
+    parts = observation.parts if observation is not None else ()
+    return any(
+        entry.value
+        for part in parts
+        for entry in part.samples
+        if entry.name == "gpuguard_rebuild_queued"
+    )
 
 
 def _findings(told: Observation | None, now: Observation) -> Iterator[Event]:

@@ -69,7 +69,7 @@ class Daemon:
         self._worker: threading.Thread | None = None
         self._tls: ssl.SSLContext | None = None
         self._tls_files: dict[str, Any] | None = None
-        self._reloads = 0
+        self._configured_listen = ""
 
     # --- start and end -------------------------------------------------------------------
 
@@ -82,8 +82,9 @@ class Daemon:
         """
         settings = self._looker.settings(self._config_file)
         self._apply(settings)
+        self._configured_listen = str(settings["listen"])
         if self._listen is None:
-            self._listen = str(settings["listen"])
+            self._listen = self._configured_listen
         asyncio.run(self._main())
 
     async def _main(self) -> None:
@@ -94,6 +95,7 @@ class Daemon:
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         self._render()
         listening = await self._start_server()
+        self._warn_of_strangers()
         self._keep_watchdog()
         notify("READY=1", f"STATUS=listening on {self._listen}; observing for the first time")
         if self._watch.descriptor is not None:
@@ -125,6 +127,14 @@ class Daemon:
                 code="cannot-listen",
                 hint="another gpuguard? another exporter? choose serve.listen, or --listen",
             ) from error
+
+    def _warn_of_strangers(self) -> None:
+        address = str(self._listen).rpartition(":")[0].strip("[]")
+        is_local = address in ("localhost", "::1") or address.startswith("127.")
+        if not is_local and self._server.check is None:
+            without = "passwords" if self._tls is not None else "TLS and passwords"
+            line = f"listening on {self._listen} for everybody, without {without}"
+            self._log(Event(line, "warning", {"event": "listening-openly"}))
 
     # --- settings ------------------------------------------------------------------------
 
@@ -175,11 +185,16 @@ class Daemon:
         if settings is None:
             raise error or ConfigError("no answer")
         web = settings["web"] or {"tls": None}
-        if bool(web["tls"]) != (self._tls is not None):
-            raise ConfigError(
-                "TLS is switched on or off by a restart only", code="restart-needed",
-                hint="systemctl restart gpuguard",
-            )  # fmt: skip
+        for what, changed in (
+            ("serve.listen", settings["listen"] != self._configured_listen),
+            ("TLS", _without_files(web["tls"]) != _without_files(self._tls_files)),
+        ):
+            if changed:
+                raise ConfigError(
+                    f"{what} is changed by a restart only",
+                    code="restart-needed",
+                    hint="systemctl restart gpuguard",
+                )
         running = self._tls
         self._apply(settings)
         if running is not None and self._tls_files is not None:
@@ -293,3 +308,10 @@ class Daemon:
         if seconds is not None:
             notify("WATCHDOG=1")
             self._loop.call_later(seconds / 3, self._keep_watchdog)
+
+
+def _without_files(tls: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a new certificate does not change."""
+    if tls is None:
+        return None
+    return {key: tls[key] for key in tls if key not in ("cert_file", "key_file")}
