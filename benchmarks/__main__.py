@@ -1,6 +1,6 @@
 """Run all benchmarks, or those named.
 
-`python -m benchmarks [status] [verify] [hook] [rebuild] [--repeat N]`
+`python -m benchmarks [status] [verify] [hook] [daemon] [rebuild] [--repeat N]`
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import hook, rebuild, status, verify
+from benchmarks import daemon, hook, rebuild, status, verify
 from benchmarks.figures import Figures
 
 RESULTS = Path(__file__).parent / "results.md"
-_ALL = ["status", "verify", "hook", "rebuild"]
+_ALL = ["status", "verify", "hook", "daemon", "rebuild"]
 
 
 def main() -> None:
@@ -33,6 +33,8 @@ def main() -> None:
         verify.measure(figures)
     if "hook" in which:
         hook.measure(figures)
+    if "daemon" in which:
+        daemon.measure(figures)
     if "rebuild" in which:
         rebuild.measure(figures, rounds=chosen.repeat)
     text = _head() + figures.markdown()
