@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import textwrap
@@ -26,7 +27,6 @@ from tests.box import BUILT, K1, K2, Box, furnish
 from tests.building import gcc_text
 
 NEW_DRIVER = "999.20.01"
-_NEEDED = 1 << 30
 _FOLDERS = (
     "etc/apt/apt.conf.d", "etc/apt/preferences.d", "etc/apt/sources.list.d",
     "etc/apt/trusted.gpg.d", "etc/default/grub.d", "dev", "tmp", "run", "boot/grub",
@@ -244,16 +244,19 @@ def window_box() -> Iterator[WindowBox]:
 
 @contextmanager
 def window_root() -> Iterator[Path]:
-    """A mounted root, in memory where there is room: dpkg syncs every file."""
-    memory = Path("/dev/shm")
-    roomy = memory.is_dir() and shutil.disk_usage(memory).free > _NEEDED
-    folder = Path(tempfile.mkdtemp(prefix="gpuguard-test-", dir=memory if roomy else None))
-    folder.chmod(0o755)
+    """A mounted root, in memory: dpkg and gpuguard sync every file."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: chroot and mount")
+    folder = Path(tempfile.mkdtemp(prefix="gpuguard-test-"))
     try:
-        with mounted_root(folder / "host"):
-            yield folder / "host"
+        _mount("-t", "tmpfs", "-o", "size=2g,mode=755", "tmpfs", str(folder))
+        try:
+            with mounted_root(folder / "host"):
+                yield folder / "host"
+        finally:
+            _quietly("umount", "-l", str(folder))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.rmdir()
 
 
 class mounted_root:  # noqa: N801 - reads like open()
@@ -263,21 +266,16 @@ class mounted_root:  # noqa: N801 - reads like open()
         self.root = root
 
     def __enter__(self) -> None:
-        if os.geteuid() != 0:
-            pytest.skip("needs root: chroot and mount")
         root, upper, scratch = (self.root, self.root.parent / "upper", self.root.parent / "scratch")
         for folder in (root / "usr", root / "dev", upper / "lib", upper / "sbin", scratch):
             folder.mkdir(parents=True)
         for name in ("bin", "sbin", "lib", "lib64"):
             (root / name).symlink_to(f"usr/{name}")
+        for name, minor in (("null", 3), ("zero", 5), ("full", 7), ("random", 8), ("urandom", 9)):
+            os.mknod(root / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
+            (root / "dev" / name).chmod(0o666)
         options = f"lowerdir=/usr,upperdir={upper},workdir={scratch}"
-        done = subprocess.run(
-            ["mount", "-t", "overlay", "overlay", "-o", options, root / "usr"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode != 0:
-            pytest.skip(f"an overlay cannot be mounted here: {done.stderr.strip()}")
-        _quietly("mount", "--bind", "/dev", str(root / "dev"))
+        _mount("-t", "overlay", "overlay", "-o", options, str(root / "usr"))
         for path in (root / "usr/lib/modules", root / "usr/src"):
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
@@ -285,8 +283,13 @@ class mounted_root:  # noqa: N801 - reads like open()
             path.unlink()
 
     def __exit__(self, *_: object) -> None:
-        for name in ("dev", "usr"):
-            subprocess.run(["umount", "-l", self.root / name], check=False)
+        _quietly("umount", "-l", str(self.root / "usr"))
+
+
+def _mount(*argv: str) -> None:
+    done = subprocess.run(["mount", *argv], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
 
 
 def furnished(root: Path, *, first: str = K1, then: str | None = K2) -> WindowBox:

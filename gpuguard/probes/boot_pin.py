@@ -71,14 +71,12 @@ def loader_entry(host: Host, installed: Sequence[str], release: str) -> str | No
 
 def pinned_loader(text: str, entry: str, release: str, why: str) -> str:
     """A loader.conf with our default in it, in the place of an earlier one of ours or another's."""
-    lines = []
-    was = ""
-    for line in unpinned_loader(text).splitlines():
-        if line.split(maxsplit=1)[:1] == ["default"]:
-            was = line
-        else:
-            lines.append(line)
-    return "\n".join([*lines, mark(release, why), f"{_WAS}{was}", f"default {entry}", ""])
+    lines = unpinned_loader(text).splitlines()
+    defaults = [i for i, line in enumerate(lines) if line.split(maxsplit=1)[:1] == ["default"]]
+    at = defaults[-1] if defaults else len(lines)  # the last one counts
+    was = lines[at] if defaults else ""
+    ours = [mark(release, why), f"{_WAS}{was}", f"default {entry}"]
+    return "".join(f"{line}\n" for line in (*lines[:at], *ours, *lines[at + 1 :]))
 
 
 def unpinned_loader(text: str) -> str:
