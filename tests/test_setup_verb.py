@@ -223,6 +223,8 @@ def test_a_removal_leaves_the_tree_as_it_was(host: Box) -> None:
     assert set(actions(document).values()) == {"remove"}
     assert not host.path(SETUP_FILE).exists()
     assert list(host.root.rglob("*.wants")) == []
+    assert not host.path("/usr/local/lib/gpuguard").exists()
+    assert not host.path("/usr/local/share/gpuguard").exists()
     again = host.json("setup", "--remove")
     assert (again.status, again.error["code"]) == (2, "not-set-up")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from gpuguard.apply.actions import Action, PutFile, PutLink, RemoveFile
 from gpuguard.apply.transaction import apply
@@ -143,8 +143,18 @@ def remove(host: Host, prepared: Prepared) -> Effects:
     """Stop the units and take all files and links away in one transaction."""
     effects = units.stop(host, prepared.units)
     _apply(host, prepared.plan)
+    _drop_empty_folders(host, prepared.plan)
     units.reload(host, prepared.plan, effects)
     return effects
+
+
+def _drop_empty_folders(host: Host, plan: SetupPlan) -> None:
+    """Those that bear our name; a kill before this leaves them, and that is all."""
+    for step in plan.changes:
+        for folder in PurePosixPath(step.path).parents:
+            if "gpuguard" not in folder.parts:
+                break
+            host.remove_empty_dir(str(folder))
 
 
 def find_program(host: Host, given: str | None = None) -> str:
