@@ -45,6 +45,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
         "gpuguard/resources/gpuguard.yaml.example",
         "gpuguard/resources/man/gpuguard.yaml.5",
         "gpuguard/resources/schema/status.schema.json",
+        "gpuguard/resources/systemd/gpuguard-rebuild.service",
         "gpuguard/demo/patches/p2p.patch",
         "gpuguard/demo/standin/src/nvidia/Makefile",
     } <= packed
@@ -67,6 +68,13 @@ def test_an_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     assert "status" in run(tmp_path, "gpuguard", "--help")
     example = run(tmp_path, "gpuguard", "config", "init", "--stdout")
     assert example == (REPOSITORY / "gpuguard/resources/gpuguard.yaml.example").read_text()
+    host = tmp_path / "host/opt/gpuguard/bin"
+    host.mkdir(parents=True)
+    (host / "gpuguard").touch(mode=0o755)
+    arguments = ("--dry-run", "--program", "/opt/gpuguard/bin/gpuguard")
+    said = run(tmp_path, "gpuguard", "--root", str(tmp_path / "host"), "setup", *arguments)
+    units = {line.rpartition("/")[2] for line in said.splitlines() if "systemd/system/g" in line}
+    assert units == {p.name for p in (REPOSITORY / "systemd").iterdir() if p.suffix != ".md"}
 
 
 def run(folder: Path, program: str, *arguments: str) -> str:
