@@ -90,7 +90,7 @@ def setup(
     say(context, prepared, "nothing-to-do" if quiet else "done", effects)
     if not context.json:
         _advise(context, config, prepared, started=not no_start)
-    conclude(effects)
+    conclude(context, effects)
 
 
 def say(context: Context, prepared: Prepared, outcome: str, effects: Effects | None = None) -> None:
@@ -154,15 +154,16 @@ def _advise(context: Context, config: Config | None, prepared: Prepared, *, star
         typer.echo("  gpuguard setup")
 
 
-def conclude(effects: Effects) -> None:
-    """Fail, if systemd did."""
+def conclude(context: Context, effects: Effects) -> None:
+    """Fail, if systemd did; one object has been printed already."""
     if effects.failed:
-        raise VerifyError(
+        error = VerifyError(
             f"installed, but systemd could not do all of it: {', '.join(effects.failed)}",
             code="units-not-started",
             hint="see why: journalctl -b -u UNIT; then run gpuguard setup again",
             detail="\n".join(f"{unit}: {why}" for unit, why in effects.failed.items()),
         )
+        raise error if not context.json else typer.Exit(error.exit_status)
 
 
 def _document(prepared: Prepared, outcome: str, effects: Effects) -> dict[str, Any]:

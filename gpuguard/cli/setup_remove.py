@@ -46,7 +46,7 @@ def remove(context: Context, *, stock: bool, force: bool, dry_run: bool) -> None
     if not context.json:
         for note in notes:
             typer.echo(note)
-    conclude(effects)
+    conclude(context, effects)
 
 
 def _refuse_open_window(host: Host) -> None:
