@@ -140,6 +140,9 @@ class Supervisor:
 
     def once(self, log: Any) -> tuple[str, int]:
         self.note("activating", "start-pre", MainPID=0, Result="success", ExecMainStatus=0)
+        files = [value for key, value in self.settings if key == "EnvironmentFile"]
+        if not all(value.startswith("-") or Path(value).exists() for value in files):
+            return "resources", 0  # systemd reads them for each command, ExecStartPre included
         for key, line in self.settings:
             if key == "ExecStartPre":
                 argv = command_of(line)

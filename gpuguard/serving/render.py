@@ -100,13 +100,16 @@ def _head(lane: Lane) -> str:
 
 def _unit_section(lane: Lane, *more: str) -> str:
     # Wants and not Requires: running the gate again would stop the lane. What the gate proved is
-    # looked at by ExecStartPre before every start, which refuses where P2P is required.
-    after = " ".join(("network.target", "gpuguard-verify.service", *more))
+    # looked at by ExecStartPre before every start, which refuses where P2P is required. An engine
+    # on the CPU has nothing to wait for.
+    on_cards = lane.engine.gpus == "all"
+    gate = ("gpuguard-verify.service",) if on_cards else ()
+    wants = "Wants=gpuguard-verify.service\n" if on_cards else ""
+    after = " ".join(("network.target", *gate, *more))
     return f"""[Unit]
 Description=vLLM lane {lane.name} ({lane.lane_id})
 Documentation=man:gpuguard(1)
-Wants=gpuguard-verify.service
-After={after}
+{wants}After={after}
 StartLimitIntervalSec=3600
 StartLimitBurst={_START_PER_HOUR}
 """
@@ -132,6 +135,8 @@ def _venv(lane: Lane, program: tuple[str, ...]) -> RenderedFile:
     cache = cache_dir(lane.lane_id)
     values = {"HOME": cache, **_variables(lane, cache)}
     environment = "\n".join(_assignment(key, value) for key, value in values.items())
+    # EnvironmentFile=-: systemd reads it before ExecStartPre=, too, which writes it and fails if
+    # it cannot
     text = f"""{_head(lane)}{_unit_section(lane, "nvidia-persistenced.service")}
 [Service]
 Type=exec
@@ -139,7 +144,7 @@ User={lane.engine.user}
 ExecStartPre=+{_words(program)} lane prepare {lane.name}
 ExecStart={_words(command(lane))}
 {environment}
-EnvironmentFile={env_file(lane.name)}
+EnvironmentFile=-{env_file(lane.name)}
 {_restart(lane)}NoNewPrivileges=yes
 PrivateTmp=yes
 ProtectSystem=full
