@@ -51,15 +51,16 @@ def bind_card(root: Path, number: int) -> None:
     link.symlink_to("../../../../bus/pci/drivers/nvidia")
 
 
-def lose_patch(root: Path) -> None:
-    """Somebody puts the stock modules back for the running kernel, and they are loaded."""
-    (root / f"etc/depmod.d/zz-gpuguard-{K1}.conf").unlink()
-    shutil.rmtree(root / f"lib/modules/{K1}/updates/gpuguard")
+def lose_patch(root: Path, release: str = K1) -> None:
+    """Somebody puts the stock modules back for a kernel; those of the running one are loaded."""
+    (root / f"etc/depmod.d/zz-gpuguard-{release}.conf").unlink()
+    shutil.rmtree(root / f"lib/modules/{release}/updates/gpuguard")
     subprocess.run(
-        ["/usr/sbin/depmod", "-b", root, "-C", root / "etc/depmod.d", K1],
+        ["/usr/sbin/depmod", "-b", root, "-C", root / "etc/depmod.d", release],
         check=True, capture_output=True,
     )  # fmt: skip
-    load(root, root / f"lib/modules/{K1}/updates/dkms/nvidia.ko")
+    if release == K1:
+        load(root, root / f"lib/modules/{K1}/updates/dkms/nvidia.ko")
 
 
 def parse(text: str) -> Series:

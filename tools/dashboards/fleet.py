@@ -90,10 +90,10 @@ _WITHHELD = stat(
 _TABLE = table(
     "Hosts",
     "One line a host, the worst first. Click a host for its own dashboard.",
-    Query("instance:gpuguard_verdict:code"),
+    Query("max by (instance, job) (instance:gpuguard_verdict:code)"),
     Query("max by (instance, job) (gpuguard_gpus)"),
     Query("min by (instance, job) (gpuguard_p2p_pairs)"),
-    Query("instance:gpuguard_p2p_pairs_missing:max"),
+    Query("max by (instance, job) (instance:gpuguard_p2p_pairs_missing:max)"),
     Query('min by (instance, job) (gpuguard_kernel_ready{role="next"})'),
     Query("max by (instance, job) (gpuguard_reboot_required)"),
     Query("max by (instance, job) (gpuguard_holds_drifted)"),

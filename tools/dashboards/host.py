@@ -290,7 +290,7 @@ _PROBES = [
             ' "cause", "driver cannot be asked: $1", "reason", "(.*)")'
         ),
         transformations=columns(
-            {"cause": "Cause", "Value": "State"}, hidden=("instance", "job", "reason")
+            {"cause": "Cause", "Value": "State"}, hidden=("__name__", "instance", "job", "reason")
         ),
         overrides=[
             override(
