@@ -110,11 +110,14 @@ def test_only_what_is_named_is_upgraded(window_box: WindowBox) -> None:
 
 def test_packages_besides_those_held_come_by_configuration(window_box: WindowBox) -> None:
     box = window_box
-    box.offer("gpu-tools", "1")
+    conf = "etc/gpu-tools.conf"
+    kept = {"conffiles": f"/{conf}\n"}
+    box.offer("gpu-tools", "1", files={conf: "one\n"}, scripts=kept)
     box.offer("unrelated", "1")
     box.update()
     box.install("gpu-tools", "unrelated")
-    box.offer("gpu-tools", "2")
+    box.path(conf).write_text("the operator's\n")
+    box.offer("gpu-tools", "2", files={conf: "two\n"}, scripts=kept)
     box.offer("unrelated", "2")
     box.update()
     box.configure(upgrade={"packages": ["gpu-*"]})
@@ -122,6 +125,7 @@ def test_packages_besides_those_held_come_by_configuration(window_box: WindowBox
     installed = box.installed()
     assert (installed["gpu-tools"], installed["unrelated"]) == ("2", "1")
     assert "gpu-tools" not in box.held()
+    assert box.path(conf).read_text() == "the operator's\n"
 
 
 def test_a_hold_of_somebody_else_is_left_alone_and_told(window_box: WindowBox) -> None:

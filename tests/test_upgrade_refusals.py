@@ -11,6 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from gpuguard.apply.apt import install, new_log
+from gpuguard.errors import LockHeldError
+from gpuguard.host import LocalHost
 from tests import toys
 from tests.box import K1, K2
 from tests.windowbox import NEW_DRIVER, WindowBox
@@ -126,6 +129,17 @@ def test_somebody_elses_apt_is_at_work(window_box: WindowBox) -> None:
     assert (answer.status, answer.error["code"]) == (75, "lock-held")
     assert box.packages() == before
     assert box.path("/var/lib/dpkg/lock-frontend").exists()
+
+
+def test_somebody_elses_apt_comes_in_between(window_box: WindowBox) -> None:
+    host = LocalHost(window_box.root)
+    log = new_log(host, "test")
+    with dpkg_locked(window_box), pytest.raises(LockHeldError):
+        install(
+            host, ("linux-kbuild-6.8",), log,
+            lock_timeout=1, on_line=lambda _: None, on_signal=lambda: None,
+        )  # fmt: skip
+    assert window_box.installed()["linux-kbuild-6.8"] == "1"
 
 
 def test_a_second_window_at_the_same_time(window_box: WindowBox) -> None:

@@ -23,7 +23,7 @@ _LOOK_AGAIN = 0.1
 _TAIL = 25
 _FOR_EVER = float("inf")
 _MARK_SECONDS = 120.0
-_NEWS = ("unable to acquire the dpkg frontend lock", "could not get lock", "unable to lock")
+_LOCK_WORDS = ("unable to acquire the dpkg frontend lock", "could not get lock", "unable to lock")
 #: Tells gpuguard's own check, which apt calls before dpkg, that this is the window itself.
 _OURS = {"GPUGUARD_APT_CHECK": "never"}
 _OPTIONS = (
@@ -89,7 +89,7 @@ def install(
     if done.exit_status == 0:
         return
     tail = "\n".join(log.path.read_text("utf-8", "replace").splitlines()[-_TAIL:])
-    if any(word in tail.lower() for word in _NEWS):
+    if any(_is_lock(line) for line in tail.splitlines()):
         raise LockHeldError(
             f"apt or dpkg is at work, still after {lock_timeout:g} s",
             hint="wait until it is done and try again; nothing was installed",
@@ -100,6 +100,11 @@ def install(
         hint=f"whole log: {log.inside}",
         detail=tail,
     )
+
+
+def _is_lock(line: str) -> bool:
+    # Not "Waiting for cache lock: Could not get lock …", after which it may go on
+    return line.startswith("E: ") and any(word in line.lower() for word in _LOCK_WORDS)
 
 
 def mark_automatic(host: Host, packages: Sequence[str]) -> None:

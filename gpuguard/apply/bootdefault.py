@@ -22,7 +22,7 @@ from gpuguard.config import Config
 from gpuguard.core.boot_default import Decision, Pinning, decide
 from gpuguard.core.facts import HostFacts
 from gpuguard.core.policy import Policy
-from gpuguard.errors import PreflightError
+from gpuguard.errors import PreflightError, StateError
 from gpuguard.host import Host
 from gpuguard.host.reading import read_text, real_path
 from gpuguard.probes.boot_pin import (
@@ -164,5 +164,8 @@ def _menu(host: Host) -> str:
 
 
 def _window_waits(host: Host) -> bool:
-    window = read_window(host)
+    try:
+        window = read_window(host)
+    except StateError:  # a finding of its own
+        return False
     return window is not None and window.phase is not Phase.PREFLIGHT

@@ -77,7 +77,12 @@ def upgrade(
     config = load_config(context.host, context.config_file)
     if reboot and not context.host.is_live:
         raise UsageError("--reboot: only the running system can be rebooted", code="usage")
-    wish = Wish(packages=tuple(packages or ()), allow_removals=allow_removals, build=not no_build)
+    wish = Wish(
+        packages=tuple(packages or ()),
+        allow_removals=allow_removals,
+        build=not no_build,
+        fetch=not dry_run,
+    )
     if dry_run:
         _show_plan(context, config, wish)
     report = _run(context, config, wish)

@@ -54,11 +54,15 @@ _DPKG_STATUS = "/var/lib/dpkg/status"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What the operator asked for; no ``packages``: those that the policy and we hold."""
+    """What the operator asked for; no ``packages``: those that the policy and we hold.
+
+    ``fetch``: also download everything; a dry run does without.
+    """
 
     packages: tuple[str, ...] = ()
     allow_removals: bool = False
     build: bool = True
+    fetch: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +151,10 @@ class _Looking:
         )
         if refusals or not upgrade.changes:
             return self._answer(upgrade, refusals)
-        words = apt_words(self._wish, upgrade.requested)
-        self._progress.step("download", f"{len(upgrade.versions)} packages", None)
-        apt.download_all(self._host, words, self._status)
+        if self._wish.fetch:
+            words = apt_words(self._wish, upgrade.requested)
+            self._progress.step("download", f"{len(upgrade.versions)} packages", None)
+            apt.download_all(self._host, words, self._status)
         trials = self._trials(upgrade)
         failed = tuple(t.refusal for t in trials if t.refusal is not None and t.is_required)
         return self._answer(upgrade, _distinct(failed), trials)
