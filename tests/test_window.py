@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,38 @@ def test_killed_while_dpkg_works(window_box: WindowBox, gate: Gate) -> None:
     assert record is not None
     assert (record["phase"], record["outcome"]) == ("waiting-for-boot", "interrupted")
     assert "installing" in record["message"]
+
+
+def test_the_power_fails_while_dpkg_works(window_box: WindowBox, gate: Gate) -> None:
+    box = window_box
+    postinst = f"#!/bin/sh\n[ -e /etc/mended ] || {{ {gate.shell()}; }}\nupdate-grub\n"
+    box.offer_kernel(K2, "2", postinst=postinst)
+    box.update()
+    process = box.start("upgrade")
+    gate.wait()
+    kill(process)
+    kill_all_inside(box)
+    held_again_at_next_start(box, "rebuild")
+    assert "half-configured" in box.inside("dpkg", "-s", f"linux-image-{K2}", check=False)
+    assert "kernel-unconfigured" in box.kernel(K2)["obstacles"]
+    status = box.status()
+    assert status["next_kernel"]["release"] == K1
+    assert status["reboot"]["safe"] is True
+    refused = box.json("upgrade")
+    assert (refused.status, refused.error["code"]) == (69, "dpkg-unhealthy")
+    box.path("/etc/mended").touch()
+    box.inside("dpkg", "--configure", "-a")
+    box.inside("apt-get", "install", "-f", "-y", "-q", "--allow-change-held-packages")
+    assert box.run("rebuild").status == 0
+    assert box.kernel(K2)["ready"]
+
+
+def kill_all_inside(box: WindowBox) -> None:
+    """Every process of the root: apt, dpkg, and what they run."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdecimal() and (entry / "root").readlink() == box.root:
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def test_killed_while_it_rebuilds(window_box: WindowBox, gate: Gate) -> None:
