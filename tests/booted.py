@@ -4,11 +4,12 @@ What the kernel says is pretended, because the real one is the test machine's: a
 root mounts ``/srv/lab/kernel`` over ``/proc/sys/kernel/osrelease``, ``/proc/driver``,
 ``/sys/module`` and the PCI devices before anything looks. ``boot_loader_starts`` and ``boot``
 play firmware and kernel: they read GRUB's real menu and the modules that modprobe would load.
-The commands run in the container's namespaces. Memory limits of units are not enforced.
+Nothing but loopback is there of a network. Memory limits of units are not enforced.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -22,11 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from gpuguard.demo.loaded import loadable_modules, unpacked
-from tests.booted_roots import PROGRAM, Base, pretend_release
+from tests.booted_roots import (
+    PROGRAM,
+    Base,
+    Debian,
+    build_wheel,
+    get_base,
+    install_gpuguard,
+    overlay,
+    pretend_release,
+)
 from tests.realroot import chroot, mounted
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _KERNEL = "srv/lab/kernel"
+_NUMBERS = itertools.count()
 _REBOOT = 133  # exit status of nspawn when the system inside wants to be started again
 _UNIT = """\
 [Unit]
@@ -42,6 +53,12 @@ ExecStart=mount --bind /srv/lab/kernel/driver /proc/driver
 ExecStart=mount --bind /srv/lab/kernel/module /sys/module
 ExecStart=mount --bind /srv/lab/kernel/pci /sys/bus/pci/devices
 ExecStart=/srv/lab/nodes
+"""
+# Units that protect kernel tunables or cgroups get a /proc of their own, without those mounts.
+_DROP_IN = """[Service]
+BindReadOnlyPaths=/srv/lab/kernel/osrelease:/proc/sys/kernel/osrelease
+BindReadOnlyPaths=/srv/lab/kernel/driver:/proc/driver /srv/lab/kernel/module:/sys/module
+BindReadOnlyPaths=/srv/lab/kernel/pci:/sys/bus/pci/devices
 """
 # Device nodes as udev and nvidia-modprobe make them once the driver has bound its cards.
 _NODES = """\
@@ -83,7 +100,7 @@ class Machine:
         self._load(release)
         with self._console.open("ab") as console:
             self._nspawn = subprocess.Popen(
-                ["/bin/sh", "-c", _IN_OWN_CGROUP, self.name,
+                ["/bin/sh", "-c", _ON_ITS_OWN, self.name,
                  "systemd-nspawn", "-q", "-D", str(self.root), "-b", "-M", self.name,
                  "--register=no", "--keep-unit", "--resolv-conf=off", "--console=pipe"],
                 stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True,
@@ -198,16 +215,22 @@ class Machine:
         """Until a condition holds.
 
         Raises:
-            AssertionError: it did not within so many seconds; with what the console says.
+            AssertionError: it did not within so many seconds; with what the journal says.
         """
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError(f"not within {timeout:g} s: {what}\n{self.console()}")
+                said = self.journal("-n", "40") if self._children() else self.console()
+                raise AssertionError(f"not within {timeout:g} s: {what}\n{said}")
             time.sleep(0.1)
 
     def path(self, inside: str) -> Path:
+        """A file of the root; what is mounted inside, /run for one, is not there."""
         return self.root / inside.lstrip("/")
+
+    def live_path(self, inside: str) -> Path:
+        """A file as the processes inside see it now."""
+        return Path(f"/proc/{self._leader()}/root", inside.lstrip("/"))
 
     def console(self) -> str:
         return self._console.read_text(errors="replace")[-4000:] if self._console.exists() else ""
@@ -263,19 +286,20 @@ class Machine:
         return int(children[0])
 
 
-# A cgroup of its own, or a second container fails with "payload subcgroup busy".
-_IN_OWN_CGROUP = """\
+# A cgroup of its own, or a second container fails with "payload subcgroup busy". A network of
+# its own, so that ports inside are free; nspawn's own option for that takes /sys/module away.
+_ON_ITS_OWN = """\
 for at in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
     [ -e $at/cgroup.procs ] && mkdir -p $at/$0 && echo $$ >$at/$0/cgroup.procs
 done
-exec "$@"
+exec unshare --net sh -c 'ip link set lo up; exec "$@"' sh "$@"
 """
 
 
 @contextmanager
 def machine(root: Path, base: Base, folder: Path) -> Iterator[Machine]:
     """Make a root bootable in a container; whatever was started in it ends with the block."""
-    name = f"gpuguard-{base.debian.suite}-{os.getpid()}-{folder.name}"
+    name = f"gpuguard-{base.debian.suite}-{os.getpid()}-{next(_NUMBERS)}"
     _furnish(root)
     system = Machine(root, base, name, folder)
     try:
@@ -292,6 +316,10 @@ def _furnish(root: Path) -> None:
     wants = unit.parent / "sysinit.target.wants"
     wants.mkdir(exist_ok=True)
     (wants / unit.name).symlink_to(f"../{unit.name}")
+    for prefix in ("gpuguard", "gpuguard-"):
+        drop_in = unit.with_name(f"{prefix}.service.d") / "lab-kernel.conf"
+        drop_in.parent.mkdir()
+        drop_in.write_text(_DROP_IN)
     for kind in ("postinst", "postrm"):
         _script(root / f"etc/kernel/{kind}.d/zzz-update-grub-in-container", _UPDATE_GRUB)
     _script(root / "srv/lab/nodes", _NODES)
@@ -354,3 +382,14 @@ def _remove_cgroups(name: str) -> None:
         for folder, _, _ in os.walk(top, topdown=False):
             with suppress(OSError):
                 Path(folder).rmdir()
+
+
+@contextmanager
+def prepared(debian: Debian, folder: Path) -> Iterator[Machine]:
+    """A machine that runs its older kernel; gpuguard is there as pip installs it, and idle."""
+    base = get_base(debian)
+    with overlay(base.layers, folder) as root:
+        install_gpuguard(root, build_wheel(folder))
+        with machine(root, base, folder) as system:
+            system.boot(base.old)
+            yield system

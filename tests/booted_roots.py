@@ -33,8 +33,8 @@ from tests.standin_packages import VERSIONS, write_index
 _HERE = Path(__file__).parent
 _PACKAGES = (
     "apt", "dbus", "dkms", "e2fsprogs", "gcc", "git", "grub-pc", "initramfs-tools", "iproute2",
-    "kmod", "libpam-systemd", "linux-base", "make", "openssl", "patch", "procps", "python3",
-    "python3-venv", "systemd", "systemd-sysv", "udev", "xz-utils", "zstd",
+    "kmod", "libnss-systemd", "libpam-systemd", "linux-base", "make", "openssl", "patch", "procps",
+    "python3", "python3-venv", "systemd", "systemd-sysv", "udev", "xz-utils", "zstd",
 )  # fmt: skip
 #: The kernels without drivers for real hardware: a third of the size, and virtio is in them.
 _IMAGE = re.compile(r"linux-image-(\d[\w.+~-]*-cloud-amd64)")
@@ -86,6 +86,7 @@ class Base:
     debian: Debian
     old: str
     new: str
+    new_version: str
     layers: tuple[Path, ...]
 
 
@@ -114,7 +115,7 @@ def get_base(debian: Debian) -> Base:
         driver = _layer(
             "driver", kit, lambda folder: _add_driver(lab, debian, kernels, base, folder)
         )
-    return Base(debian, kernels.old, kernels.new, (driver, base))
+    return Base(debian, kernels.old, kernels.new, kernels.new_version, (driver, base))
 
 
 @contextmanager

@@ -347,6 +347,19 @@ def test_records_of_a_kernel_that_went_away_are_dropped(box: Box) -> None:
     assert box.kernel(K2)["ready"] is True
 
 
+def test_a_kernel_that_a_package_manager_took_away_leaves_no_folders(box: Box) -> None:
+    box.rebuilt()
+    for name in ("kernel", "build", "updates/dkms"):  # as dpkg and dkms do, each its own
+        path = box.tree(K1) / name
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    for index in box.tree(K1).glob("modules.*"):
+        index.unlink()
+    (box.root / f"boot/vmlinuz-{K1}").unlink()
+    toys.set_running(box.root, K2)
+    box.rebuilt()
+    assert not box.tree(K1).exists()
+
+
 def test_an_unmounted_boot_is_no_reason_to_forget_anything(box: Box) -> None:
     box.rebuilt()
     (box.root / "boot").rename(box.root / "elsewhere")

@@ -279,6 +279,10 @@ def _forget(step: Forget, host: Host) -> None:
         started=now(),
         backup=None,
     )
+    # Neither dpkg nor DKMS comes back for folders that our files have kept alive.
+    for empty in (f"{module_tree(step.release)}/updates", module_tree(step.release)):
+        with suppress(OSError):
+            host.path(empty).rmdir()
 
 
 def _blocked(step: Rebuild) -> PreflightError:
