@@ -21,6 +21,7 @@ def setup_bytes(record: Record) -> bytes:
         "created": record.created,
         "program": record.program,
         "account": record.account,
+        "version": record.version,
         "files": files,
     }
     return json.dumps(document, indent=1).encode() + b"\n"
@@ -41,6 +42,7 @@ def read_setup(host: Host) -> Record | None:
             marks={str(entry["path"]): _mark(entry) for entry in document["files"]},
             created=str(document["created"]),
             account=document.get("account"),
+            version=str(document.get("version", "")),
         )
     except FileNotFoundError:
         return None

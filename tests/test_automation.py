@@ -13,6 +13,7 @@ from gpuguard.core.findings import Severity
 from gpuguard.core.setup import UNIT_DIR
 from gpuguard.state import SETUP_FILE
 from tests.box import Box
+from tests.test_setup_verb import needs_systemctl
 
 PROGRAM = "/opt/gpuguard/bin/gpuguard"
 CODES = {"hook-dead", "automation-off", "automation-stale", "automation-unknown"}
@@ -85,6 +86,7 @@ def test_so_is_a_program_that_hooks_cannot_call(host: Box, damage: str) -> None:
 
 
 def test_a_disabled_unit_is_noticed(host: Box) -> None:
+    needs_systemctl()
     done = subprocess.run(
         ["systemctl", f"--root={host.root}", "disable", "gpuguard-rebuild.path"],
         capture_output=True, text=True, check=False,

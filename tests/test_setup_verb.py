@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -38,6 +39,11 @@ def host(box: Box) -> Box:
     program.chmod(0o755)
     (box.root / "etc/passwd").write_text("nobody:x:65534:65534::/:/bin/false\n")
     return box
+
+
+def needs_systemctl() -> None:
+    if shutil.which("systemctl") is None:
+        pytest.skip("systemctl is not installed: apt-get install systemd")
 
 
 def setup(host: Box, *words: str) -> Answer:
@@ -95,6 +101,7 @@ def test_units_are_enabled_as_systemctl_does_it(host: Box) -> None:
         "timers.target.wants/gpuguard-rebuild.timer": TIMER,
         "timers.target.wants/gpuguard-verify.timer": f"{UNIT_DIR}/gpuguard-verify.timer",
     }
+    needs_systemctl()
     done = subprocess.run(
         ["systemctl", f"--root={host.root}", "is-enabled", *[path.name for path in links]],
         capture_output=True, text=True, check=False,
@@ -125,6 +132,17 @@ def test_a_newer_version_brings_what_nobody_changed_up_to_date(host: Box) -> Non
     installed(host)
     _pretend_older(host, TIMER)
     assert actions(installed(host)) == {TIMER: "update"}
+
+
+def test_another_version_of_gpuguard_is_remembered(host: Box) -> None:
+    """By that the daemon is restarted: it would go on with the code of before."""
+    installed(host)
+    file = host.path(SETUP_FILE)
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "version": "0.0.1"}))
+    assert installed(host)["outcome"] == "done"
+    assert json.loads(file.read_text())["version"] == record["version"]
+    assert installed(host)["outcome"] == "nothing-to-do"
 
 
 def _pretend_older(host: Box, path: str) -> None:
@@ -193,6 +211,7 @@ def test_what_was_there_before_us_stays(host: Box) -> None:
 
 def test_a_unit_that_was_disabled_stays_so(host: Box) -> None:
     installed(host)
+    needs_systemctl()
     subprocess.run(["systemctl", f"--root={host.root}", "disable", "gpuguard-rebuild.timer"],
                    check=True, capture_output=True)  # fmt: skip
     assert not host.path(LINK).is_symlink()

@@ -83,9 +83,7 @@ def setup(
         prepared = _prepared(context, config, program, force=force)
         if not prepared.is_empty:
             verb.install(context.host, prepared)
-        effects = (
-            Effects() if no_start else units.start(context.host, prepared.plan, prepared.units)
-        )
+        effects = Effects() if no_start else _start(context, prepared)
     quiet = prepared.is_empty and not effects.started and not effects.failed
     say(context, prepared, "nothing-to-do" if quiet else "done", effects)
     if not context.json:
@@ -152,6 +150,10 @@ def _advise(context: Context, config: Config | None, prepared: Prepared, *, star
     elif not started:
         typer.echo("nothing was started; at the next boot the units start, or now by:")
         typer.echo("  gpuguard setup")
+
+
+def _start(context: Context, prepared: Prepared) -> Effects:
+    return units.start(context.host, prepared.plan, prepared.units, is_upgrade=prepared.is_upgrade)
 
 
 def conclude(context: Context, effects: Effects) -> None:

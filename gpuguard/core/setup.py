@@ -59,12 +59,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What is remembered of the last set-up: path -> mark; ``account``: one that it made."""
+    """What is remembered of the last set-up: path -> mark.
+
+    ``account``: one that it made; ``version``: of the gpuguard that ran it.
+    """
 
     program: str
     marks: Mapping[str, str]
     created: str = ""
     account: str | None = None
+    version: str = ""
 
 
 class Do(StrEnum):
@@ -129,6 +133,7 @@ def plan_setup(
     program: str,
     account: str | None,
     created: str,
+    version: str = "",
     force: bool = False,
 ) -> SetupPlan:
     """Decide for each path.
@@ -140,6 +145,7 @@ def plan_setup(
         program: that the hooks and units call.
         account: that this or an earlier set-up has made.
         created: when.
+        version: of this gpuguard.
         force: overwrite what the operator has changed, enable what he has disabled.
     """
     known = dict(record.marks) if record is not None else {}
@@ -156,7 +162,7 @@ def plan_setup(
     gone = {p: m for p, m in gone.items() if p not in {step.path for step in steps}}
     steps += _removals(gone, found, force=force)
     # what is kept of an older version is not ours any more
-    new = Record(program=program, marks=marks, created=created, account=account)
+    new = Record(program=program, marks=marks, created=created, account=account, version=version)
     return SetupPlan(steps=tuple(steps), record=new)
 
 

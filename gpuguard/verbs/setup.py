@@ -15,6 +15,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 
+from gpuguard import __version__
 from gpuguard.apply.actions import Action, PutFile, PutLink, RemoveFile
 from gpuguard.apply.transaction import apply
 from gpuguard.build.trust import trust_in
@@ -50,16 +51,20 @@ _ACCOUNT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a set-up would do. ``account``: one that has to be made."""
+    """What a set-up would do. ``account``: one that has to be made.
+
+    ``is_upgrade``: another version of gpuguard did the last one.
+    """
 
     plan: SetupPlan
     units: tuple[str, ...] = ()
     account: str | None = None
+    is_upgrade: bool = False
 
     @property
     def is_empty(self) -> bool:
         """True if nothing has to be changed."""
-        return not self.plan.changes and self.account is None
+        return not (self.plan.changes or self.account or self.is_upgrade)
 
 
 def prepare(
@@ -98,9 +103,15 @@ def prepare(
         program=program,
         account=made,
         created=now(),
+        version=__version__,
         force=force,
     )
-    return Prepared(plan=plan, units=started_units(content), account=account)
+    return Prepared(
+        plan=plan,
+        units=started_units(content),
+        account=account,
+        is_upgrade=record is not None and record.version != __version__,
+    )
 
 
 def prepare_removal(host: Host, *, force: bool = False) -> Prepared:

@@ -29,12 +29,17 @@ def has_systemd(host: Host) -> bool:
     return host.is_live and _SYSTEMD.is_dir()
 
 
-def start(host: Host, plan: SetupPlan, units: Sequence[str]) -> Effects:
-    """Let systemd see the new files, and start what runs from now on."""
+def start(
+    host: Host, plan: SetupPlan, units: Sequence[str], *, is_upgrade: bool = False
+) -> Effects:
+    """Let systemd see the new files, and start what runs from now on.
+
+    With ``is_upgrade`` the daemon is restarted: it runs the code of before.
+    """
     effects = Effects()
     if not has_systemd(host):
         return effects
-    reload(host, plan, effects)
+    reload(host, plan, effects, also=_is_outdated(host, units))
     marks = plan.record.marks if plan.record is not None else {}
     enabled = [u for u in units if is_enabled(u, marks) and _is_linked(host, u, marks)]
     updated = {step.path for step in plan.steps if step.do is Do.UPDATE}
@@ -42,7 +47,7 @@ def start(host: Host, plan: SetupPlan, units: Sequence[str]) -> Effects:
     for unit in enabled:
         if unit not in active:
             _systemctl(host, effects, "start", unit)
-        elif f"{UNIT_DIR}/{unit}" in updated:
+        elif f"{UNIT_DIR}/{unit}" in updated or (is_upgrade and unit == _DAEMON):
             _systemctl(host, effects, "restart", unit)
     return effects
 
@@ -58,16 +63,16 @@ def stop(host: Host, units: Sequence[str]) -> Effects:
     return effects
 
 
-def reload(host: Host, plan: SetupPlan, effects: Effects) -> None:
-    """Let systemd read files that did change.
+def reload(host: Host, plan: SetupPlan, effects: Effects, *, also: bool = False) -> None:
+    """Let systemd read files that did change; ``also``: it says itself that it should.
 
-    Only those: a reload makes systemd apply its device rules anew, which takes the cards away
+    Only then: a reload makes systemd apply its device rules anew, which takes the cards away
     from containers that were given them by other means (CASES C57).
     """
     changed = [step.path for step in plan.changes]
     if not has_systemd(host):
         return
-    if any(path.startswith(f"{UNIT_DIR}/") for path in changed):
+    if also or any(path.startswith(f"{UNIT_DIR}/") for path in changed):
         _systemctl(host, effects, "daemon-reload")
     if LOGIND_FILE in changed:
         _systemctl(host, effects, "kill", "--signal=HUP", "systemd-logind.service")
@@ -93,6 +98,14 @@ def _active(host: Host, units: Sequence[str]) -> set[str]:
         states = zip(units, done.stdout.split(), strict=False)
         return {unit for unit, state in states if state == "active"}
     return set()
+
+
+def _is_outdated(host: Host, units: Sequence[str]) -> bool:
+    """True if systemd has another content of a unit in mind, as after a set-up with --no-start."""
+    with suppress(CommandError):
+        words = ("show", "--property=NeedDaemonReload", *units)
+        return "yes" in host.run("systemctl", *words, timeout=_SYSTEMCTL_SECONDS, ok=None).stdout
+    return False
 
 
 def _is_linked(host: Host, unit: str, marks: Mapping[str, str]) -> bool:
