@@ -1,7 +1,8 @@
 """A host for lanes: the real program as root of a machine of its own, stub engines, real proxy.
 
-Mount namespace and chroot: ``/etc``, ``/var``, ``/run``, ``/opt`` and ``/srv`` are the test's, the rest
-is this machine's. Ports are on loopback and free ones. systemd is the stand-in of ``standin_systemd``.
+Mount namespace and chroot: ``/etc``, ``/var``, ``/run``, ``/opt`` and ``/srv`` are the test's, the
+rest is this machine's. Ports are on loopback and free ones. systemd is the stand-in of
+``standin_systemd``.
 """
 
 from __future__ import annotations
@@ -165,11 +166,13 @@ class LaneHost:
 
     def boot(self) -> None:
         """As after a power loss: nothing runs, /run is empty, and the boot has another id."""
-        for name in self.units():
-            for key in ("supervisor", "MainPID"):
-                pid = self.unit(name).get(key) or 0
-                with contextlib.suppress(ProcessLookupError):
-                    (os.killpg if key == "MainPID" and pid else os.kill)(pid or 1 << 22, 9)
+        for state in map(self.unit, self.units()):
+            if state["ActiveState"] in ("inactive", "failed"):
+                continue  # its numbers may be somebody else's by now
+            if b"/opt/tools/systemctl" in _cmdline(state["supervisor"]):
+                os.kill(state["supervisor"], signal.SIGKILL)
+            if state["MainPID"] and f"{VENV}/bin/vllm".encode() in _cmdline(state["MainPID"]):
+                os.killpg(state["MainPID"], signal.SIGKILL)
         self.stop_front()
         shutil.rmtree(self.path("/run"))
         self.path("/run").mkdir()
@@ -180,6 +183,16 @@ class LaneHost:
         source = self.root / "srv" / f"kernel-{uuid.uuid4().hex}"
         source.write_text(text)
         done = self.command("mount", "--bind", f"/srv/{source.name}", place)
+        assert done.returncode == 0, done.stderr
+
+    def pretend_bus(self, cards: int) -> None:
+        """So many cards on the PCI bus."""
+        for number in range(cards):
+            device = self.path(f"/srv/bus/0000:0{number + 1}:00.0")
+            device.mkdir(parents=True)
+            (device / "vendor").write_text("0x10de\n")
+            (device / "class").write_text("0x030000\n")
+        done = self.command("mount", "--bind", "/srv/bus", "/sys/bus/pci/devices")
         assert done.returncode == 0, done.stderr
 
     def pretend_driver(self, version: str) -> None:
@@ -347,9 +360,10 @@ class LaneHost:
             said = self.run("lane", "setup")
             assert said.status == 0, said.err
         self.path("/run/gpuguard-front").mkdir(exist_ok=True)
-        self._proxy = subprocess.Popen(  # noqa: PLW1509 - enters the namespace
+        self._proxy = subprocess.Popen(
             ["haproxy", "-f", "/etc/gpuguard/front.cfg"],
-            preexec_fn=self.enter, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            preexec_fn=self.enter,  # noqa: PLW1509 - to become one of that machine
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin"},
         )  # fmt: skip
         wait_for(lambda: self.ask(self.front_port, "/health")[0] != 0, "the front")
@@ -401,6 +415,12 @@ class Running:
     def says(self, text: str) -> None:
         """Wait until it has said that, on stderr."""
         wait_for(lambda: text in self.text("err"), text)
+
+
+def _cmdline(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _killer(number: int) -> Callable[[str, tuple[Any, ...]], None]:

@@ -319,8 +319,9 @@ def startup() -> None:
     log("Loading weights took 0.01 seconds", "Worker")
     time.sleep(seconds / 10 if is_warm else seconds)
     concurrency = STATE.tokens / STATE.max_model_len
-    log(f"CPU KV cache size: {STATE.tokens:,} tokens, Maximum concurrency for "
-        f"{STATE.max_model_len:,} tokens per request: {concurrency:.2f}x", "EngineCore")  # fmt: skip
+    pool = f"CPU KV cache size: {STATE.tokens:,} tokens"
+    most = f"Maximum concurrency for {STATE.max_model_len:,} tokens per request"
+    log(f"{pool}, {most}: {concurrency:.2f}x", "EngineCore")
     log("init engine (profile, create kv cache, warmup model) took 0.01 s", "EngineCore")
     if cache.is_dir():
         (cache / "compiled").touch()

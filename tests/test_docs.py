@@ -288,7 +288,7 @@ def test_commands_that_pages_show_exist(page: Path) -> None:
 def _verb_of(words: list[str]) -> tuple[str, Iterable[str]]:
     while words and words[0] in verbs()[""].options:
         words = words[2:] if words[0] in ("--root", "--config") else words[1:]
-    if words[:1] == ["config"]:
+    if words[:1] in (["config"], ["lane"]):
         return " ".join(words[:2]), words[2:]
     return (words[0] if words and words[0] != "VERB" else ""), words[1:]
 

@@ -30,7 +30,11 @@ class Answer:
 
 
 class EngineError(Exception):
-    """The engine did not answer to the end."""
+    """The engine did not answer to the end; ``status`` 0: there is no HTTP answer."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Engine:
@@ -73,7 +77,7 @@ class Engine:
             connection.request("POST", path, json.dumps({**body, "stream": True}), headers)
             response = connection.getresponse()
             if response.status != http.client.OK:
-                raise EngineError(f"HTTP {response.status}")
+                raise EngineError(f"HTTP {response.status}", response.status)
             for line in response:
                 text = line.decode("utf-8", "replace").strip()
                 if text == "data: [DONE]":

@@ -26,7 +26,6 @@ class Glance:
     """
 
     unit: UnitState
-    restarts_before: int
     lines: tuple[str, ...] | None
     quiet: float
     health: Answer | None = None
@@ -44,7 +43,7 @@ def lost(lane: Lane, glance: Glance) -> str | None:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         said = f"; its last line: {last}" if last else ""
         return f"{unit.name} ended ({unit.result}, status {unit.exit_status}){said}"
-    if unit.restarts > glance.restarts_before:
+    if unit.restarts > 0:
         return f"{unit.name} died while it was starting, and was started again"
     if hangs_in_nccl(lines) and glance.quiet >= lane.timeouts.no_progress:
         return (

@@ -102,8 +102,11 @@ def _not_answered(answer: Answer) -> _Verdict | None:
         return None
     if answer.status == 0:
         return FAIL, f"no answer: {answer.text}"
-    verdict = INCONCLUSIVE if answer.status in _NOT_APPLICABLE else FAIL
-    return verdict, f"HTTP {answer.status}: {answer.text[:200]}"
+    return _of_status(answer.status), f"HTTP {answer.status}: {answer.text[:200]}"
+
+
+def _of_status(status: int) -> str:
+    return INCONCLUSIVE if status in _NOT_APPLICABLE else FAIL
 
 
 def _choice(answer: Answer) -> dict[str, Any]:
@@ -166,7 +169,7 @@ def _stream(lane: Lane, engine: Engine, left: float) -> _Verdict:
             usage = event.get("usage")
             made = usage.get("completion_tokens") if isinstance(usage, dict) else made
     except EngineError as error:
-        return FAIL, f"streaming: {error}"
+        return _of_status(error.status), f"streaming: {error}"
     if made != _TOKENS:
         return FAIL, f"the stream counts {made} tokens, {_TOKENS} were asked for"
     return PASS, f"{made} tokens"
@@ -203,7 +206,7 @@ def _speed(lane: Lane, engine: Engine, left: float) -> _Verdict:
         events = _events(lane, engine, left, _SPEED_TOKENS)
         times.extend(time.monotonic() for event in events if event.get("choices"))
     except EngineError as error:
-        return FAIL, f"streaming: {error}"
+        return _of_status(error.status), f"streaming: {error}"
     if len(times) <= _STEADY or times[-1] <= times[1]:
         return INCONCLUSIVE, f"{len(times)} pieces came: nothing to measure"
     rate = (len(times) - _STEADY) / (times[-1] - times[1])

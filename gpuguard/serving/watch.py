@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from gpuguard.host import Host
 from gpuguard.host.reading import read_bytes
@@ -16,8 +17,22 @@ from gpuguard.serving.store import Release
 from gpuguard.serving.systemd import Systemd, UnitState
 
 _OK = 200
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.25
+_TOKEN_SECONDS = 60.0
 _MAX_COMMAND = 1 << 20
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What was seen of one start's log. ``grew``: when it last did, on the monotonic clock."""
+
+    grew: float
+    invocation: str = ""
+    lines: tuple[str, ...] | None = None
+
+    def note(self, lines: tuple[str, ...] | None) -> None:
+        if lines != self.lines:
+            self.lines, self.grew = lines, time.monotonic()
 
 
 class Watch:
@@ -30,15 +45,11 @@ class Watch:
 
     def until_ready(self, lane: Lane, seconds: float) -> str | None:
         """Wait until it is ready; why it is not, or None."""
-        begun = grew = time.monotonic()
-        length = -1
+        begun = time.monotonic()
+        trace = _Trace(begun)
         waits = "it was not looked at"
         while (left := begun + seconds - time.monotonic()) > 0:
-            glance = self._glance(lane, time.monotonic() - grew)
-            size = -1 if glance.lines is None else sum(map(len, glance.lines))
-            if size != length:
-                length, grew = size, time.monotonic()
-                glance = self._glance(lane, 0.0)
+            glance = self._glance(lane, trace)
             if (problem := lost(lane, glance)) is not None:
                 return problem
             if glance.models is not None and (problem := wrong_model(lane, glance.models)):
@@ -46,25 +57,28 @@ class Watch:
             if is_ready(glance):
                 return None
             waits = waits_for(glance)
-            elapsed = seconds - left
+            elapsed = time.monotonic() - begun
             self._progress(f"{waits} ({elapsed:.0f} s of at most {seconds:.0f} s)")
             time.sleep(min(_POLL_SECONDS, left))
         return f"not ready after {seconds:.0f} s: {waits}"
 
-    def _glance(self, lane: Lane, quiet: float) -> Glance:
+    def _glance(self, lane: Lane, trace: _Trace) -> Glance:
         unit = self._systemd.show(lane.unit)
+        trace.invocation = trace.invocation or unit.invocation
+        # of the first start, even if it is in its second one by now: why it died is said there
+        lines = self._systemd.log(replace(unit, invocation=trace.invocation))
+        trace.note(lines)
         engine = Engine(lane.port)
         health = engine.get("/health") if unit.is_running else None
         models = engine.get("/v1/models") if health and health.status == _OK else None
         completion = None
         if models is not None and wrong_model(lane, models) is None and models.status == _OK:
             body = {"model": lane.model.served_name, "prompt": "1", "max_tokens": 1}
-            completion = engine.post("/v1/completions", body, timeout=60.0)
+            completion = engine.post("/v1/completions", body, timeout=_TOKEN_SECONDS)
         return Glance(
             unit=unit,
-            restarts_before=0,
-            lines=self._systemd.log(unit),
-            quiet=quiet,
+            lines=lines,
+            quiet=time.monotonic() - trace.grew,
             health=health,
             models=models,
             completion=completion,

@@ -1,0 +1,383 @@
+"""Switches that meet a fault: what is said, what is written, and who serves afterwards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuguard.serving.engine import Engine
+from tests.lanekit import LaneHost, free_port, wait_for
+
+pytestmark = pytest.mark.slow
+DIGEST = "localhost/vllm@sha256:" + "ab" * 32
+
+
+@pytest.fixture
+def served(lane_host: LaneHost) -> LaneHost:
+    """Lane a serves behind the front."""
+    lane_host.lane("a")
+    lane_host.start_front()
+    assert lane_host.switch("a")["outcome"] == "promoted"
+    return lane_host
+
+
+def refused(host: LaneHost, name: str) -> list[str]:
+    """Switch to a lane that must be refused: codes; nothing was stopped."""
+    before = (host.serving(), host.unit("lane-a.service")["MainPID"], host.state("active"))
+    done = host.switch(name)
+    assert (done["status"], done["outcome"]) == (69, "refused"), done
+    now = (host.serving(), host.unit("lane-a.service")["MainPID"], host.state("active"))
+    assert now == before
+    assert host.front() == 200
+    assert host.history()[-1]["reasons"] == done["reasons"] != []
+    assert host.state("switch") is None
+    return [refusal["code"] for refusal in done["refusals"]]
+
+
+def rolled_back(host: LaneHost, name: str) -> str:
+    """Switch to a lane that must not stay: why; the old one serves again."""
+    before = host.serving()
+    done = host.switch(name)
+    assert (done["status"], done["outcome"]) == (70, "rolled-back"), done
+    assert (host.serving(), host.front()) == (before, 200)
+    assert host.history()[-1]["outcome"] == "rolled-back"
+    assert host.state("switch") is None
+    return " ".join(done["reasons"])
+
+
+# --- refused before anything is stopped
+
+
+def test_what_the_linter_refuses(served: LaneHost) -> None:
+    served.lane("b", args={"load-format": "dummy", "shutdown-timeout": 0})
+    assert refused(served, "b") == ["lane-dummy-weights", "lane-shutdown-timeout"]
+
+
+@pytest.mark.parametrize(("backend", "tool"), [("quadlet", "podman"), ("compose", "docker")])
+def test_an_image_that_is_not_here(served: LaneHost, backend: str, tool: str) -> None:
+    engine = {"backend": backend, "image": DIGEST, "gpus": "none"}
+    served.lane("b", engine={**engine, "venv": None})
+    served.make_program(f"/opt/tools/{tool}", "sys.exit(1)\n")
+    assert refused(served, "b") == ["lane-engine-missing"]
+    served.make_program(f"/opt/tools/{tool}", "print('[{}]')\n")
+    assert served.json("lane", "switch", "b", "-n")["refusals"] == []
+
+
+def test_a_model_that_was_changed(served: LaneHost) -> None:
+    made = served.json("lane", "manifest", "/srv/model")
+    assert made["files"] == 2
+    served.lane("b", model={"manifest_sha256": made["manifest_sha256"]})
+    assert served.json("lane", "switch", "b", "-n")["refusals"] == []
+    weights = served.path("/srv/model/weights.safetensors")
+    weights.write_bytes(b"weightz")
+    assert refused(served, "b") == ["lane-model-mismatch"]
+    weights.write_bytes(b"weights")
+    served.path("/srv/model/manifest.json").write_text("{}")
+    assert refused(served, "b") == ["lane-model-mismatch"]
+
+
+def test_a_port_that_somebody_else_has(served: LaneHost) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        served.lane("b", port=other.getsockname()[1])
+        assert refused(served, "b") == ["lane-port-taken"]
+
+
+def test_no_room_for_a_snapshot(served: LaneHost) -> None:
+    served.lane("b")
+    folder = "/var/lib/gpuguard/lanes"
+    small = served.command(
+        "sh", "-c", f"cp -a {folder} /srv/kept && mount -t tmpfs -o size=512k none {folder} "
+        f"&& cp -a /srv/kept/. {folder}",
+    )  # fmt: skip
+    assert small.returncode == 0, small.stderr
+    before = served.unit("lane-a.service")["MainPID"]
+    said = served.run("lane", "switch", "b")
+    assert (said.status, "[lane-disk-full]" in said.err) == (69, True), said.err
+    assert (served.unit("lane-a.service")["MainPID"], served.front()) == (before, 200)
+
+
+def test_a_proxy_that_is_down(served: LaneHost) -> None:
+    served.lane("b")
+    served.stop_front()
+    before = served.serving()
+    done = served.switch("b")
+    assert (done["status"], [r["code"] for r in done["refusals"]]) == (69, ["front-down"])
+    assert served.serving() == before
+    status = served.json("lane", "status")
+    assert (status["status"], [n["code"] for n in status["notices"]]) == (1, ["front-down"])
+    served.start_front()
+    wait_for(lambda: served.front() == 200, "traffic as before")
+
+
+def test_a_rollback_does_not_wait_for_the_proxy(served: LaneHost) -> None:
+    served.lane("b")
+    assert served.switch("b")["outcome"] == "promoted"
+    served.stop_front()
+    done = served.json("lane", "rollback")
+    assert (done["status"], done["outcome"]) == (69, "promoted")  # it serves, nobody reaches it
+    assert served.serving() == served.lane_id("a")
+    served.start_front()  # the file is right: it goes where the lane is
+    wait_for(lambda: served.front() == 200, "traffic to the lane that serves")
+
+
+# --- stopped, and back
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"env": {"STUB_NEVER_READY": "1"}, "timeouts": {"first_start": 3}}, "not ready after 3 s"),
+        (
+            {"env": {"STUB_NCCL_HANG": "1"}, "timeouts": {"no_progress": 1}},
+            "P2P is suspected",
+        ),
+        (
+            {"env": {"STUB_FATAL": "No available memory for the cache blocks"}},
+            "the engine gave up: ",
+        ),
+        ({"env": {"STUB_MAX_MODEL_LEN": "1024"}}, "max_model_len is 1024, the lane says 2048"),
+        ({"env": {"STUB_MODEL": "other"}}, "it serves other, not tiny"),
+        (
+            {"env": {"STUB_KV_TOKENS": "1041901"}, "expect": {"kv_tokens": 1944081}},
+            "the KV pool has 1041901 tokens, 1944081 are expected",
+        ),
+        ({"expect": {"version": "0.33.0"}}, "the engine is 0.32.0, not 0.33.0"),
+        ({"env": {"STUB_ANSWER": "!"}}, "gate fail: completion: one character without end"),
+        ({"env": {"STUB_LOGPROB": "nan"}}, "gate fail: logprobs"),
+        (
+            {"gate": {"canary": [{"prompt": "The capital of France is", "expect": "Berlin"}]}},
+            "gate fail: canary 1: answered ' Paris",
+        ),
+        ({"env": {"STUB_STATUS": "429"}}, "gate inconclusive: completion: HTTP 429"),
+        ({"env": {"STUB_STATUS": "500"}}, "gate fail: completion: HTTP 500"),
+        (
+            {"env": {"STUB_TOKEN_SECONDS": "0.01"}, "expect": {"decode_tok_s_min": 5000}},
+            "at least 5000 are expected",
+        ),
+    ],
+    ids=[
+        "never-ready", "nccl-hang", "fatal", "max-model-len", "other-model", "kv-pool", "version",
+        "degenerate", "nan", "canary", "inconclusive", "error", "slow",
+    ],
+)  # fmt: skip
+def test_a_lane_that_is_not_good_does_not_stay(
+    served: LaneHost, changes: dict[str, Any], why: str
+) -> None:
+    changes.setdefault("timeouts", {})
+    if "first_start" in changes["timeouts"]:
+        changes["env"] = {**changes["env"], "VLLM_ENGINE_READY_TIMEOUT_S": "2"}
+    served.lane("b", **changes)
+    assert why in rolled_back(served, "b")
+
+
+def test_both_lanes_fail_then_the_fallback(served: LaneHost) -> None:
+    served.lane("c")
+    served.lane("b", env={"STUB_FATAL": "Engine core initialization failed"}, fallback=["c"])
+    served.path("/srv/model/config.json").unlink()  # a's start needs nothing of it, yet
+    break_lane_a(served)
+    done = served.switch("b")
+    assert (done["status"], done["outcome"]) == (70, "fell-back"), done
+    assert (served.serving(), served.front()) == (served.lane_id("c"), 200)
+
+
+def test_everything_fails_and_that_is_said_honestly(served: LaneHost) -> None:
+    served.lane("b", env={"STUB_FATAL": "Engine core initialization failed"})
+    break_lane_a(served)
+    said = served.run("lane", "switch", "b")
+    assert (said.status, "NO LANE SERVES" in said.err) == (71, True), said.err
+    assert (served.serving(), served.front()) == (None, 503)
+    entry = served.history()[-1]
+    assert (entry["outcome"], entry["serving"], len(entry["reasons"])) == ("failed", None, 2)
+    status = served.json("lane", "status")
+    assert (status["verdict"], status["notices"][0]["code"]) == ("critical", "lane-none-active")
+    mend_lane_a(served)
+    assert served.json("lane", "rollback")["status"] == 0
+    assert (served.serving(), served.front()) == (served.lane_id("a"), 200)
+
+
+def break_lane_a(host: LaneHost) -> None:
+    """Its unit's engine can be started no more: from now on each start ends at once."""
+    host.path("/etc/systemd/system/lane-a.service.d/broken.conf").write_text(
+        "[Service]\nEnvironment=STUB_FATAL=broken\n"
+    )
+    assert host.systemctl("daemon-reload").returncode == 0
+
+
+def mend_lane_a(host: LaneHost) -> None:
+    host.path("/etc/systemd/system/lane-a.service.d/broken.conf").unlink()
+    assert host.systemctl("daemon-reload").returncode == 0
+
+
+def test_an_engine_that_does_not_stop_is_killed(served: LaneHost) -> None:
+    served.lane("stubborn", args={"shutdown-timeout": 1}, timeouts={"stop": 2, "drain": 0},
+                env={"STUB_TOKEN_SECONDS": "0.05"})  # fmt: skip
+    drop_in = served.path("/etc/systemd/system/lane-stubborn.service.d/fast.conf")
+    drop_in.write_text("[Service]\nRestartSec=0.1\nTimeoutStopSec=2\n")
+    served.lane("b")
+    assert served.switch("stubborn")["outcome"] == "promoted"
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 900}
+    client = threading.Thread(
+        target=lambda: Engine(served.port).post("/v1/completions", body, timeout=60)
+    )
+    client.start()
+    engine = Engine(served.port)
+    wait_for(lambda: 'running{engine="0",model_name="tiny"} 1.0' in engine.get("/metrics").text,
+             "the request")  # fmt: skip
+    done = served.switch("b")
+    client.join()
+    assert (done["status"], served.serving()) == (0, served.lane_id("b")), done
+    assert any("still had requests" in note for note in done["notes"])
+
+
+# --- cards
+
+
+def test_memory_that_does_not_come_back(lane_host: LaneHost) -> None:
+    host = lane_host
+    host.pretend_bus(1)
+    host.pretend_driver("580.95.05")
+    host.pretend_cards(used=300 << 20)
+    host.lane("a", engine={"gpus": "all"})
+    host.lane("b", engine={"gpus": "all"})
+    host.start_front()
+    assert host.switch("a")["outcome"] == "promoted"
+    host.pretend_cards(used=9 << 30)
+    done = host.switch("b")
+    assert (done["status"], done["outcome"]) == (71, "failed"), done
+    assert "memory is not back: 0000:01:00.0 has 9216 MiB in use, at most 812" in done["reasons"][0]
+    assert (host.serving(), host.front()) == (None, 503)
+    host.pretend_cards(used=300 << 20, processes=[os.getpid()])
+    assert f"is used by process {os.getpid()}" in host.json("lane", "rollback")["reasons"][0]
+    host.pretend_cards(used=300 << 20)
+    assert host.json("lane", "rollback")["status"] == 0
+
+
+def test_without_nvml_that_is_said(lane_host: LaneHost) -> None:
+    lane_host.pretend_bus(1)
+    lane_host.lane("a", engine={"gpus": "all"})
+    done = lane_host.switch("a")
+    assert done["outcome"] == "promoted"
+    assert any("memory is free is not known" in note for note in done["notes"])
+
+
+def test_a_driver_that_waits_for_a_reboot(served: LaneHost) -> None:
+    served.pretend_bus(1)
+    served.pretend_driver("580.95.05")
+    served.path("/var/lib/dpkg").mkdir(parents=True)
+    served.path("/var/lib/dpkg/status").write_text(
+        "Package: libnvidia-ml1\nStatus: install ok installed\nArchitecture: amd64\n"
+        "Version: 580.99.01-1\n"
+    )
+    served.lane("b", engine={"gpus": "all"})
+    assert refused(served, "b") == ["lane-reboot-pending"]
+
+
+# --- P2P
+
+
+def test_p2p_that_is_required_needs_a_proof_of_this_boot(served: LaneHost) -> None:
+    served.pretend_bus(4)
+    cards = {"engine": {"gpus": "all"}, "requires": {"p2p": "required"}}
+    served.lane("b", **cards, env={"NCCL_DEBUG": "INFO"})
+    assert refused(served, "b") == ["lane-p2p-unproven"]
+    served.prove(kernel="another")
+    assert refused(served, "b") == ["lane-p2p-unproven"]
+    served.prove(boot_id="another")
+    assert refused(served, "b") == ["lane-p2p-unproven"]
+    served.prove()
+    assert served.switch("b")["outcome"] == "promoted"
+    assert "NCCL_P2P_DISABLE" not in environment(served, "b")
+
+
+def test_p2p_that_is_preferred_is_off_without_a_proof(served: LaneHost) -> None:
+    served.pretend_bus(4)
+    served.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
+    done = served.switch("b")
+    assert done["outcome"] == "promoted"
+    assert any("starts with P2P off (NCCL_P2P_DISABLE=1)" in note for note in done["notes"])
+    assert environment(served, "b")["NCCL_P2P_DISABLE"] == "1"
+    assert [n["code"] for n in served.json("lane", "status")["notices"]] == ["lane-p2p-unproven"]
+
+
+def test_after_a_boot_the_policy_decides_anew(served: LaneHost) -> None:
+    served.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
+    served.prove()
+    assert served.switch("b")["outcome"] == "promoted"
+    assert "NCCL_P2P_DISABLE" not in environment(served, "b")
+    served.boot()
+    served.start_front()
+    assert served.run("lane", "resume").status == 0
+    wait_for(lambda: served.front() == 200, "the lane is back")
+    assert environment(served, "b")["NCCL_P2P_DISABLE"] == "1"
+
+
+def test_after_a_boot_without_a_proof_a_lane_that_requires_it_stays_down(served: LaneHost) -> None:
+    served.lane("b", engine={"gpus": "all"}, requires={"p2p": "required"})
+    served.prove()
+    assert served.switch("b")["outcome"] == "promoted"
+    served.boot()
+    served.start_front()
+    assert served.run("lane", "resume").status == 0
+    wait_for(lambda: served.unit("lane-b.service").get("ActiveState") == "failed", "no start")
+    assert served.front() == 503
+    codes = [n["code"] for n in served.json("lane", "status")["notices"]]
+    assert codes == ["lane-down", "lane-p2p-unproven"]
+
+
+def test_the_p2p_cache_of_another_driver_is_moved_aside(served: LaneHost) -> None:
+    served.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
+    served.prove()
+    assert served.switch("b")["outcome"] == "promoted"
+    folder = served.path(f"/var/cache/gpuguard/lanes/{served.lane_id('b')}")
+    cache = folder / "gpu_p2p_access_cache_for_0,1,2,3.json"
+    cache.write_text("{}")
+    assert served.switch("a")["outcome"] == "promoted"
+    assert served.switch("b")["outcome"] == "promoted"
+    assert cache.exists()  # nothing has changed
+    assert served.switch("a")["outcome"] == "promoted"
+    served.prove(cards=["GPU-0", "GPU-1", "GPU-2", "GPU-9"])
+    assert served.switch("b")["outcome"] == "promoted"
+    assert not cache.exists()
+    assert len(list(folder.glob("gpu_p2p_access_cache_for_*.outdated-*"))) == 1
+
+
+def environment(host: LaneHost, name: str) -> dict[str, str]:
+    pid = host.unit(f"lane-{name}.service")["MainPID"]
+    text = Path(f"/proc/{pid}/environ").read_text()
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+# --- what is not a lane's turn
+
+
+def test_a_lane_that_nobody_chose_does_not_start(served: LaneHost) -> None:
+    served.lane("b", port=free_port())
+    assert served.switch("b")["outcome"] == "promoted"
+    started = served.systemctl("start", "lane-a.service")
+    assert started.returncode != 0
+    assert served.serving() == served.lane_id("b")
+    log = next(served.path("/var/log/standin-systemd").glob(
+        f"{served.unit('lane-a.service')['InvocationID']}.log")).read_text()  # fmt: skip
+    assert "[lane-not-active]" in log
+
+
+def test_unknown_lanes_and_broken_files(lane_host: LaneHost) -> None:
+    said = lane_host.run("lane", "switch", "nope")
+    assert (said.status, "[lane-missing]" in said.err) == (78, True)
+    lane_host.lane("a")
+    file = lane_host.path("/etc/gpuguard/lanes/a.yaml")
+    file.write_text(file.read_text() + "surprise: 1\nport: 80\n")
+    said = lane_host.run("lane", "switch", "a")
+    assert (said.status, "[lane-invalid]" in said.err) == (78, True)
+    assert said.err.count("\n  | ") >= 1
+    file.chmod(0o666)
+    assert "[lane-untrusted]" in lane_host.run("lane", "validate", "a").err
+    none = lane_host.run("lane", "rollback")
+    assert (none.status, "[lane-no-previous]" in none.err) == (69, True)
