@@ -279,13 +279,17 @@ def _deep(host: Box, **engines: str) -> None:
 
 
 def test_the_last_deep_check(host: Box) -> None:
-    _deep(host, **{"kernel-load": "wrong-data", "copy-pull": "inconclusive"})
+    _deep(host, **{"kernel-load": "wrong-data", "copy-pull": "hang"})
     series = series_of(host)
     found = named(series, "gpuguard_p2p_transfer_ok")
     by_engine = {
         (dict(labels)["operation"], dict(labels)["engine"]): good for labels, good in found.items()
     }
+    # what hangs has compared nothing: no wrong data, and counted apart
     assert by_engine == {("write", "ce"): 1, ("write", "sm"): 1, ("read", "sm"): 0}
+    pairs = len(named(series, "gpuguard_p2p_bandwidth_bytes_per_second"))
+    for verdict, engines in (("ok", 2), ("hang", 1), ("wrong_data", 1), ("implausible", 0)):
+        assert value(series, "gpuguard_p2p_transfers", verdict=verdict) == engines * pairs
     assert set(named(series, "gpuguard_p2p_bandwidth_bytes_per_second").values()) == {50e9}
     assert set(named(series, "gpuguard_p2p_bandwidth_limit_bytes_per_second").values()) == {63e9}
     accepted = named(series, "gpuguard_p2p_bandwidth_accepted_bytes_per_second")

@@ -244,7 +244,13 @@ METRICS = (
     Metric(
         "gpuguard_p2p_transfer_ok", "gauge", "Whether the bytes compared equal.",
         (*_PAIR, "operation", "engine"), Probe.TRANSFER,
-        f"{_FLAG}; operation: read, write; engine: ce (copy engine), sm (kernel)",
+        f"{_FLAG}; absent where none were compared; operation: read, write; engine: ce (copy "
+        "engine), sm (kernel)",
+    ),
+    Metric(
+        "gpuguard_p2p_transfers", "gauge", "Engines of ordered pairs, by what they have shown.",
+        ("verdict",), Probe.TRANSFER,
+        "verdict: ok, inconclusive, implausible, transfer_error, hang, wrong_data",
     ),
     Metric(
         "gpuguard_p2p_bandwidth_bytes_per_second", "gauge", "Measured: the fastest engine.",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gpuguard.core.deep import DeepVerdict
 from gpuguard.core.metrics import Sample, sample, stateset
 
 _ENGINES = {
@@ -13,6 +15,9 @@ _ENGINES = {
     "kernel-store": ("write", "sm"),
     "kernel-load": ("read", "sm"),
 }
+#: Verdicts that say what the bytes were: equal, also where they came too fast, or not.
+_COMPARED = {"ok": True, "implausible": True, "wrong-data": False}
+TRANSFER_VERDICTS = tuple(verdict.value.replace("-", "_") for verdict in DeepVerdict)
 COLLECTIVE_VERDICTS = ("healthy", "hang", "wrong_data", "transfer_error", "inconclusive")
 
 
@@ -25,6 +30,13 @@ def transfer_samples(
         deep: the document of core.deep_document.
         accepted: bytes per second that were good once, by source, destination and engine.
     """
+    seen = Counter(
+        str(engine["verdict"]).replace("-", "_")
+        for pair in deep["pairs"]
+        for engine in pair["engines"]
+    )
+    for verdict in TRANSFER_VERDICTS:
+        yield sample("gpuguard_p2p_transfers", seen[verdict], verdict)
     for pair in deep["pairs"]:
         src, dst = str(pair["src"]), str(pair["dst"])
         rates = {}
@@ -32,9 +44,9 @@ def transfer_samples(
             name, rate = engine["engine"], engine["bytes_per_second"]
             if rate is not None:
                 rates[name] = float(rate)
-            if name in _ENGINES and engine["verdict"] != "inconclusive":
-                good = engine["verdict"] in ("ok", "implausible")  # equal, and too fast
-                yield sample("gpuguard_p2p_transfer_ok", good, src, dst, *_ENGINES[name])
+            if name in _ENGINES and engine["verdict"] in _COMPARED:
+                equal = _COMPARED[engine["verdict"]]
+                yield sample("gpuguard_p2p_transfer_ok", equal, src, dst, *_ENGINES[name])
         if rates:
             fastest = max(rates, key=lambda name: rates[name])
             yield sample("gpuguard_p2p_bandwidth_bytes_per_second", rates[fastest], src, dst)
