@@ -228,7 +228,7 @@ class GateConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
-    wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    wait_seconds: Annotated[float, Field(ge=0, le=600)] = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
