@@ -1,0 +1,413 @@
+"""Decisions about lanes, without I/O: the state machine, the linter, what the engine says."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpuguard.core.facts import DriverFacts
+from gpuguard.proof import Proof
+from gpuguard.serving.alignment import ModelShape, aligned_block, parse_shape
+from gpuguard.serving.front_config import Route, commands, parse_listen, parse_route, render_front
+from gpuguard.serving.history import duration_text, expected_seconds
+from gpuguard.serving.lane import Lane, arguments, lane_adapter
+from gpuguard.serving.lane_file import InvalidLaneError, parse_lane
+from gpuguard.serving.lint import Surroundings, lint
+from gpuguard.serving.machine import Outcome, Role, Step, Switch, advance, interrupt, recover
+from gpuguard.serving.p2p_policy import decide
+from gpuguard.serving.reading import (
+    block_size,
+    fatal_line,
+    hangs_in_nccl,
+    parse_load,
+    pool_tokens,
+    transports,
+)
+from gpuguard.serving.sight import known_flags
+from gpuguard.serving.smoke import is_degenerate
+
+IMAGE = "localhost/vllm@sha256:" + "ab" * 32
+SHAPE = ModelShape(
+    kv_heads=2, head_dim=256, key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv=4
+)
+
+
+def make_lane(**changes: Any) -> Lane:
+    base: dict[str, Any] = {
+        "name": "int4",
+        "engine": {"backend": "quadlet", "image": IMAGE},
+        "model": {"path": "/srv/m", "served_name": "m", "manifest_sha256": "cd" * 32},
+        "args": {
+            "tensor-parallel-size": 4,
+            "disable-custom-all-reduce": True,
+            "max-model-len": 220000,
+            "shutdown-timeout": 120,
+        },
+        "env": {"NCCL_P2P_LEVEL": "SYS", "VLLM_ENGINE_READY_TIMEOUT_S": 1800},
+        "requires": {"p2p": "required"},
+    }
+    for key, value in changes.items():
+        known = base.get(key)
+        both = isinstance(value, dict) and isinstance(known, dict)
+        merged = {**known, **value} if both and known is not None else value
+        base[key] = {k: v for k, v in merged.items() if v is not None} if both else merged
+    return lane_adapter().validate_python(base)
+
+
+KNOWN = Surroundings(
+    cards=4, flags=known_flags(), lanes=frozenset({"int4", "fp8"}), nvlink=False, shape=SHAPE
+)
+
+
+# --- the state machine
+
+
+def begin(**changes: Any) -> Switch:
+    known = {"switch_id": "1", "kind": "switch", "started": "", "boot_id": "x"}
+    return Switch(**{**known, "new": "new-1", "old": "old-1", "chain": ("fb-1", "fb-2"), **changes})
+
+
+def play(switch: Switch, fails: set[tuple[str, Step]], limit: int = 60) -> list[Switch]:
+    """Every state up to the end, when these steps of these lanes fail."""
+    states = [switch]
+    while switch.step is not Step.DONE:
+        failure = "broken" if (switch.target, switch.step) in fails else None
+        switch = advance(switch, failure)
+        states.append(switch)
+        assert len(states) < limit, "it loops"
+    return states
+
+
+def test_all_good() -> None:
+    states = play(begin(), set())
+    assert [state.step for state in states] == [
+        Step.PREFLIGHT, Step.SNAPSHOT, Step.DRAIN, Step.STOP, Step.START, Step.READY,
+        Step.IDENTITY, Step.GATE, Step.PROMOTE, Step.DONE,
+    ]  # fmt: skip
+    assert states[-1].outcome is Outcome.PROMOTED
+
+
+@pytest.mark.parametrize(
+    ("step", "outcome", "target"),
+    [
+        (Step.PREFLIGHT, Outcome.REFUSED, "new-1"),
+        (Step.SNAPSHOT, Outcome.REFUSED, "new-1"),
+        (Step.DRAIN, Outcome.REFUSED, "new-1"),
+        (Step.STOP, Outcome.FAILED, "new-1"),
+        (Step.START, Outcome.ROLLED_BACK, "old-1"),
+        (Step.READY, Outcome.ROLLED_BACK, "old-1"),
+        (Step.IDENTITY, Outcome.ROLLED_BACK, "old-1"),
+        (Step.GATE, Outcome.ROLLED_BACK, "old-1"),
+    ],
+)
+def test_where_a_failure_of_the_new_lane_leads(step: Step, outcome: Outcome, target: str) -> None:
+    end = play(begin(), {("new-1", step)})[-1]
+    assert (end.outcome, end.target, end.reasons) == (outcome, target, ("new-1: broken",))
+
+
+def test_a_failed_drain_gives_traffic_back() -> None:
+    assert Step.UNDRAIN in [state.step for state in play(begin(), {("new-1", Step.DRAIN)})]
+
+
+def test_the_whole_chain_in_order_then_the_end() -> None:
+    lanes = ("new-1", "old-1", "fb-1", "fb-2")
+    fails = {(lane, Step.GATE) for lane in lanes}
+    states = play(begin(), fails)
+    assert tuple(dict.fromkeys(state.target for state in states)) == lanes
+    assert (states[-2].step, states[-1].outcome) == (Step.HALT, Outcome.FAILED)
+    assert len(states[-1].reasons) == 4
+    end = play(begin(), fails - {("fb-1", Step.GATE)})[-1]
+    assert (end.outcome, end.target, end.role) == (Outcome.FELL_BACK, "fb-1", Role.FALLBACK)
+
+
+def test_a_lane_is_never_tried_twice() -> None:
+    switch = begin(old="new-1", chain=("new-1", "fb-1", "fb-1"))
+    fails = {(lane, Step.READY) for lane in ("new-1", "fb-1")}
+    states = play(switch, fails)
+    assert [s.target for s in states if s.step is Step.READY] == ["new-1", "fb-1"]
+
+
+_FAULTS = [(lane, step) for lane in ("new-1", "old-1") for step in (Step.START, Step.GATE)]
+
+
+@pytest.mark.parametrize("same_boot", [True, False], ids=["kill -9", "reboot"])
+@pytest.mark.parametrize("fails", [set(), *map(set, itertools.combinations(_FAULTS, 2))])
+def test_from_every_state_it_comes_to_an_end_however_often_it_dies(
+    fails: set[tuple[str, Step]], same_boot: bool
+) -> None:
+    for state in play(begin(), fails):
+        for deaths in range(6):
+            switch = state
+            for _ in range(deaths):  # dies again as soon as it goes on
+                if switch.step is Step.DONE:
+                    break
+                switch = recover(switch, same_boot=same_boot)
+            end = play(switch, fails)[-1]
+            assert end.outcome is not None
+            if end.outcome is Outcome.PROMOTED:
+                assert end.target == "new-1"
+
+
+def test_what_recovery_decides() -> None:
+    for step in (Step.PREFLIGHT, Step.SNAPSHOT):
+        assert recover(begin(step=step), same_boot=True).outcome is Outcome.REFUSED
+    assert recover(begin(step=Step.DRAIN), same_boot=True).step is Step.UNDRAIN
+    ready = begin(step=Step.READY)
+    once = recover(ready, same_boot=True)
+    assert (once.step, once.target) == (Step.READY, "new-1")
+    twice = recover(once, same_boot=True)
+    assert (twice.step, twice.target) == (Step.STOP, "old-1")
+    rebooted = recover(ready, same_boot=False)
+    assert (rebooted.step, rebooted.target, rebooted.role) == (Step.STOP, "old-1", Role.BACK)
+    assert recover(begin(step=Step.PROMOTE), same_boot=False).step is Step.PROMOTE
+
+
+@pytest.mark.parametrize("step", list(Step))
+def test_an_interruption_never_promotes_what_was_not_gated(step: Step) -> None:
+    end = play(interrupt(begin(step=step)), set())[-1]
+    expected = {
+        Step.PROMOTE: Outcome.PROMOTED, Step.HALT: Outcome.FAILED, Step.DONE: None,
+        Step.PREFLIGHT: Outcome.REFUSED, Step.SNAPSHOT: Outcome.REFUSED,
+        Step.DRAIN: Outcome.REFUSED, Step.UNDRAIN: Outcome.REFUSED,
+    }  # fmt: skip
+    assert end.outcome is expected.get(step, Outcome.ROLLED_BACK)
+
+
+# --- the linter
+
+
+@pytest.mark.parametrize(
+    ("changes", "known", "code", "severity"),
+    [
+        ({"engine": {"image": "localhost/vllm:latest"}}, {}, "lane-image-floating", "error"),
+        ({"engine": {"image": "localhost/vllm"}}, {}, "lane-image-floating", "error"),
+        (
+            {"engine": {"image": "localhost/vllm@sha256:" + "0" * 64}},
+            {},
+            "lane-image-placeholder",
+            "error",
+        ),
+        ({"args": {"load-format": "dummy"}}, {}, "lane-dummy-weights", "error"),
+        ({"args": {"shutdown-timeout": 0}}, {}, "lane-shutdown-timeout", "error"),
+        ({"args": {"shutdown-timeout": None}}, {}, "lane-shutdown-timeout", "error"),
+        ({"args": {"shutdown-timeout": 200}}, {}, "lane-stop-timeout", "error"),
+        ({"args": {"tensor-parallel-size": 8}}, {}, "lane-too-few-cards", "error"),
+        ({}, {"cards": None}, "lane-cards-unknown", "warning"),
+        ({"args": {"kv-cache-dtipe": "fp8"}}, {}, "lane-flag-unknown", "warning"),
+        ({"args": {"port": 9}}, {}, "lane-argument-reserved", "error"),
+        ({"args": {"api-key": "x"}}, {}, "lane-secret", "error"),
+        (
+            {"args": {"block-size": 800, "kv-cache-dtype": "int4_per_token_head",
+                      "mamba-ssm-cache-dtype": "bfloat16"}},
+            {},
+            "lane-block-size",
+            "warning",
+        ),
+        ({"timeouts": {"first_start": 900}}, {}, "lane-start-timeout", "error"),
+        ({"env": {"VLLM_ENGINE_READY_TIMEOUT_S": None}}, {}, "lane-engine-timeout", "warning"),
+        ({"expect": {"kv_tokens": 200000}}, {}, "lane-model-len", "error"),
+        ({}, {"pool_tokens": 200000}, "lane-model-len", "error"),
+        (
+            {"args": {"disable-custom-all-reduce": None}},
+            {},
+            "lane-custom-all-reduce",
+            "warning",
+        ),
+        ({"env": {"NCCL_P2P_LEVEL": None}}, {}, "lane-nccl-level", "warning"),
+        ({"env": {"NCCL_P2P_LEVEL": "NODE"}}, {}, "lane-nccl-level", "warning"),
+        ({"env": {"NCCL_P2P_DISABLE": 1}}, {}, "lane-p2p-disabled", "error"),
+        ({"env": {"VLLM_SKIP_P2P_CHECK": 0}}, {}, "lane-p2p-check", "warning"),
+        ({"engine": {"gpus": "none"}}, {}, "lane-p2p-without-cards", "error"),
+        ({"model": {"manifest_sha256": None}}, {}, "lane-model-unpinned", "warning"),
+        ({"fallback": ["nope"]}, {}, "lane-fallback-unknown", "error"),
+        ({"fallback": ["int4"]}, {}, "lane-fallback-unknown", "error"),
+    ],
+)  # fmt: skip
+def test_what_the_linter_finds(
+    changes: dict[str, Any], known: dict[str, Any], code: str, severity: str
+) -> None:
+    found = lint(make_lane(**changes), replace(KNOWN, **known))
+    assert [(p.code, p.severity) for p in found] == [(code, severity)]
+    assert all(p.message and p.remedy for p in found)
+
+
+def test_a_good_lane_has_no_problems() -> None:
+    assert lint(make_lane(), KNOWN) == ()
+    quiet = {"env": {"NCCL_P2P_LEVEL": None}, "args": {"disable-custom-all-reduce": None}}
+    assert lint(make_lane(**quiet), replace(KNOWN, nvlink=True)) == ()
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "kv", "state", "given", "expected"),
+    [
+        (4, "int4_per_token_head", "bfloat16", 800, 1600),
+        (4, "int4_per_token_head", "bfloat16", None, 1552),
+        (4, "int4_per_token_head", "bfloat16", 1600, 1600),
+        (4, "fp8", "bfloat16", None, 800),
+        (4, "bfloat16", "auto", None, 784),
+        (4, "bfloat16", "bfloat16", 400, 400),
+        (4, "something-new", "auto", 800, None),
+    ],
+)
+def test_the_block_size_that_vllm_really_uses(
+    tensor_parallel: int, kv: str, state: str, given: int | None, expected: int | None
+) -> None:
+    size = aligned_block(
+        SHAPE, tensor_parallel=tensor_parallel, kv_dtype=kv, state_dtype=state, block_size=given
+    )
+    assert size == expected
+
+
+def test_the_shape_comes_from_the_model() -> None:
+    config = {
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }  # fmt: skip
+    assert parse_shape({"text_config": config}) == SHAPE
+    assert parse_shape({**config, "mamba_ssm_dtype": "bfloat16"}) == replace(
+        SHAPE, state_dtype="bfloat16"
+    )
+    assert parse_shape({"num_key_value_heads": 2}) is None
+
+
+# --- the file
+
+
+def test_what_yaml_makes_of_off_and_of_numbers() -> None:
+    text = (
+        "name: a\nengine: {backend: venv, venv: /opt/v}\nmodel: {path: /m, served_name: m}\n"
+        "requires: {p2p: off}\nenv: {A: 1, B: '2'}\nargs: {enable_x: true, y: false, z: [1, 2],"
+        " w: {b: 1, a: 2}, max-model-len: 10}\n"
+    )
+    lane = parse_lane(text, "a.yaml", "a")
+    assert (lane.requires.p2p, lane.env) == ("none", {"A": "1", "B": "2"})
+    assert arguments(lane) == (
+        "--enable-x", "--no-y", "--z", "1", "2", "--w", '{"a":2,"b":1}', "--max-model-len", "10",
+    )  # fmt: skip
+    reordered = "\n".join(reversed(text.strip().split("\n")))
+    assert parse_lane(f"# a comment\n{reordered}\n", "a.yaml").lane_id == lane.lane_id
+    assert parse_lane(text.replace("max-model-len: 10", "max-model-len: 11"), "a").sha256 != (
+        lane.sha256
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("name: A", "name"),
+        ("engine: {backend: venv, image: x@sha256:0}", "engine"),
+        ("engine: {backend: compose, venv: /opt/v}", "engine"),
+        ("model: {path: relative, served_name: m}", "model.path"),
+        ("surprise: 1", "surprise"),
+        ("args: {'a b': 1}", "args"),
+        ("env: {'A B': x}", "env"),
+        ("port: 80", "port"),
+        ("gate: {canary: [{prompt: x, expect: '('}]}", "gate.canary[0]"),
+        ("engine: {backend: venv, venv: /v, patches: [{file: abc}]}", "engine.patches[0].sha256"),
+    ],
+)
+def test_what_is_no_lane(line: str, key: str) -> None:
+    good = {
+        "name": "name: a", "engine": "engine: {backend: venv, venv: /opt/v}",
+        "model": "model: {path: /m, served_name: m}",
+    }  # fmt: skip
+    lines = {**good, line.split(":", maxsplit=1)[0]: line}
+    with pytest.raises(InvalidLaneError) as caught:
+        parse_lane("\n".join(lines.values()), "a.yaml")
+    assert key in [problem.key for problem in caught.value.problems]
+
+
+# --- P2P
+
+
+def test_what_a_proof_is_worth() -> None:
+    proof = Proof(
+        boot_id="b", created="then", verdict="ok", kernel="6.1", driver="580.1", build_id="id",
+        identity="patched", cards=("a", "b", "c", "d"), pairs=12, source="nvml",
+    )  # fmt: skip
+    driver = DriverFacts(loaded="580.1", loaded_build_id="id")
+    lane = make_lane()
+    assert decide(lane, proof, "6.1", driver).environment == {}
+    for worthless in (
+        None,
+        replace(proof, kernel="6.2"),
+        replace(proof, driver="580.2"),
+        replace(proof, build_id="other"),
+        replace(proof, cards=("a", "b")),
+    ):
+        refused = decide(lane, worthless, "6.1", driver)
+        assert refused.refusal is not None
+        careful = decide(make_lane(requires={"p2p": "preferred"}), worthless, "6.1", driver)
+        assert (careful.refusal, careful.environment) == (None, {"NCCL_P2P_DISABLE": "1"})
+        assert careful.note is not None
+    off = decide(make_lane(requires={"p2p": "none"}), proof, "6.1", driver)
+    assert (off.environment, off.refusal, off.note) == ({"NCCL_P2P_DISABLE": "1"}, None, None)
+
+
+# --- what the engine says
+
+POOL = (
+    "GPU KV cache size: 1,944,081 tokens, Maximum concurrency for 220,000 tokens per request: 8.84x"
+)
+
+
+def test_logs_and_metrics() -> None:
+    assert pool_tokens("", [POOL]) == 1944081
+    assert pool_tokens("", ["GPU KV cache size: 1,041,901 tokens", "Maximum concurrency …"]) == (
+        1041901
+    )
+    info = 'vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="77"} 1.0\n'
+    assert pool_tokens(f"x 1\n{info}", [POOL]) == 77
+    assert pool_tokens("", ["nothing"]) is None
+    assert block_size(["Setting attention block size to 1600 tokens to ensure that …"]) == 1600
+    assert hangs_in_nccl(["a", "(Worker) INFO vLLM is using nccl==2.27.3", ""])
+    assert not hangs_in_nccl(["vLLM is using nccl==2.27.3", "Loading weights took 1 seconds"])
+    assert fatal_line(["ok", " No available memory for the cache blocks. Try "]) is not None
+    lines = ["NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct", "via P2P/IPC"]
+    assert transports(lines) == {"SHM", "P2P"}
+    load = parse_load(
+        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 1.0\n'
+        'vllm:num_requests_waiting{engine="0"} 0.0\n'
+        'vllm:num_requests_waiting_by_reason{reason="capacity"} 9.0\n'
+    )
+    assert (load.running, load.waiting, load.is_idle) == (4.0, 0.0, False)
+    assert parse_load("nothing").is_idle is False  # could not look is not idle
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("!!!!!!!!!!!!!!!!", True), ("! ! ! ! ! ! ! ! ! ! ! !", True), ("four, five", False),
+     ("!!!", False), ("\ufffd" * 20, False)],
+)  # fmt: skip
+def test_one_character_without_end(text: str, expected: bool) -> None:
+    assert is_degenerate(text) is expected
+
+
+def test_the_eta() -> None:
+    history = [
+        {"starts": [{"lane": "a-1", "first": True, "seconds": 600.0}]},
+        {"starts": [{"lane": "a-1", "first": False, "seconds": s} for s in (300.0, 310.0, 500.0)]},
+        {"starts": [{"lane": "b-1", "first": False, "seconds": 5.0}]},
+        {},
+    ]
+    assert expected_seconds(history, "a-1", first=False) == 310.0
+    assert expected_seconds(history, "a-1", first=True) == 600.0
+    assert expected_seconds(history, "a-2", first=True) == 600.0  # changed: as its name before
+    assert expected_seconds(history, "c-1", first=True) is None
+    assert (duration_text(45.2), duration_text(390)) == ("45 s", "6 min 30 s")
+
+
+# --- the front
+
+
+@pytest.mark.parametrize("route", [Route(18001, is_open=True), Route(18002, is_open=False)])
+def test_the_front_says_what_was_written(route: Route) -> None:
+    text = render_front("127.0.0.1:8000", 30, route)
+    assert parse_route(text) == route
+    assert parse_listen(text) == "127.0.0.1:8000"
+    told = " ".join(commands(route))
+    assert ("state ready" in told) is route.is_open
