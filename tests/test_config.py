@@ -218,7 +218,7 @@ def test_status_is_told_about_a_wrong_file(write: Write) -> None:
             "on: 3",
             ("on: unknown key; known here: source, driver_version, build, signing, backups,"
             " kernels, p2p, holds, automatic, reboot, apt, upgrade, gate, serve,"
-            " lock_timeout_seconds"),
+            " lanes, lock_timeout_seconds"),
         ),
         ("build: {jobs: 1, jobs: 2}", "build.jobs: given twice, in lines 1 and 1"),
         ("build: {[a]: 1}", "build: line 1: a key must be one word"),

@@ -210,7 +210,7 @@ def started(host: Box) -> subprocess.Popen[str]:
 
 
 def test_waits_for_the_nodes(host: Box) -> None:
-    configure(host.root, gate={"wait_seconds": 3600})
+    configure(host.root, gate={"wait_seconds": 600})
     last = host.root / "dev/nvidia2"
     last.unlink()
     with started(host) as process:
