@@ -65,7 +65,11 @@ _NODES = """\
 #!/bin/sh
 [ -e /proc/driver/nvidia/version ] || exit 0
 cd /dev && mknod nvidiactl c 195 255 && mknod nvidia-uvm c 511 0
-for n in 0 1 2 3; do mknod nvidia$n c 195 $n; done
+n=0
+for card in /sys/bus/pci/devices/*/vendor; do
+    [ -e $card ] && mknod nvidia$n c 195 $n
+    n=$((n + 1))
+done
 """
 # Asks the kernel for the disk below /, which is an overlay here. The menu is the real one.
 _GRUB_PROBE = """\
@@ -146,6 +150,21 @@ class Machine:
             self._nspawn.wait()
         self._nspawn = None
 
+    @contextmanager
+    def without_cards(self) -> Iterator[None]:
+        """From the next boot on there is no card, until a boot after the block."""
+        bus = self.root / _KERNEL / "pci"
+        away = bus.with_name("pci-away")
+        away.mkdir()
+        for card in bus.iterdir():
+            card.rename(away / card.name)
+        try:
+            yield
+        finally:
+            for card in away.iterdir():
+                card.rename(bus / card.name)
+            away.rmdir()
+
     @property
     def is_running(self) -> bool:
         return self._nspawn is not None and self._nspawn.poll() is None
@@ -222,7 +241,7 @@ class Machine:
             if time.monotonic() > deadline:
                 said = self.journal("-n", "40") if self._children() else self.console()
                 raise AssertionError(f"not within {timeout:g} s: {what}\n{said}")
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def path(self, inside: str) -> Path:
         """A file of the root; what is mounted inside, /run for one, is not there."""

@@ -9,22 +9,30 @@ the distribution's; the driver is a stand-in in real packages (standin_packages.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests import booted, booted_roots
 from tests.booted import Machine
-from tests.booted_roots import ARCHIVE, RELEASES, publish
+from tests.booted_roots import ARCHIVE, RELEASES
+from tests.booted_story import (
+    METAS,
+    REBUILD,
+    driver_files,
+    is_idle,
+    kernel,
+    kernel_files,
+    metas,
+    offer,
+    story_machine,
+    wait_until_ready,
+)
 from tests.standin_packages import DKMS_PACKAGE, DRIVER_PACKAGES, VERSIONS
 
 pytestmark = pytest.mark.slow
 
-REBUILD = "gpuguard-rebuild.service"
 PROVEN = ("ok", "warning")  # a virtual machine is warned of, and tests often run on one
-METAS = ("linux-image-cloud-amd64", "linux-headers-cloud-amd64")
 UNITS = (
     "gpuguard.service", "gpuguard-rebuild.service", "gpuguard-rebuild.path",
     "gpuguard-rebuild.timer", "gpuguard-verify.service", "gpuguard-verify.timer",
@@ -36,56 +44,7 @@ UNITS = (
 def system(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Machine]:
-    reason = booted_roots.missing()
-    if reason:
-        assert not os.environ.get("CI"), reason
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp(request.param.suite)
-    with booted.prepared(request.param, folder) as machine:
-        yield machine
-
-
-def kernel(system: Machine, release: str) -> dict[str, Any]:
-    return next((k for k in system.status()["kernels"] if k["release"] == release), {})
-
-
-def wait_until_ready(system: Machine, *releases: str) -> None:
-    """The automatic run has come, and has left the kernels ready and nothing queued."""
-    system.wait_for(
-        lambda: (
-            not system.path("/var/lib/gpuguard/rebuild-wanted").exists()
-            and all(kernel(system, release).get("ready") for release in releases)
-            and system.show(REBUILD, "ActiveState") == "inactive"
-        ),
-        180,
-        f"{releases} are ready and {REBUILD} is done",
-    )
-    assert system.show(REBUILD, "Result") == "success"
-
-
-def kernel_files(system: Machine) -> list[str]:
-    """Packages of the newer kernel, as they lie in the repository."""
-    return [name for name in _kernel_debs(system) if not name.startswith(METAS)]
-
-
-def metas(system: Machine) -> list[str]:
-    """Packages that pull in the newer kernel."""
-    newest = system.base.new_version
-    return [n for n in _kernel_debs(system) if n.startswith(METAS) and f"_{newest}_" in n]
-
-
-def _kernel_debs(system: Machine) -> list[str]:
-    return sorted(path.name for path in system.path(ARCHIVE).glob("linux-*.deb"))
-
-
-def driver_files(version: str) -> list[str]:
-    return [f"{name}_{version}-1_amd64.deb" for name in DRIVER_PACKAGES]
-
-
-def offer(system: Machine, *names: str) -> None:
-    """What apt knows from now on."""
-    publish(system.root, *names)
-    system.apt("update")
+    yield from story_machine(request.param, tmp_path_factory.mktemp(request.param.suite))
 
 
 def test_setup_leaves_a_system_that_runs(system: Machine) -> None:
@@ -143,7 +102,7 @@ def test_a_kernel_that_apt_removes_leaves_nothing_of_ours(system: Machine) -> No
         lambda: (
             not system.path(f"/etc/depmod.d/zz-gpuguard-{new}.conf").exists()
             and not system.path(f"/lib/modules/{new}").exists()
-            and system.show(REBUILD, "ActiveState") == "inactive"
+            and is_idle(system)
         ),
         120,
         f"nothing is left of {new}",
@@ -183,8 +142,10 @@ def test_nothing_on_hold_changes_by_a_full_upgrade(system: Machine) -> None:
     offer(system, *metas(system), *kernel_files(system), *driver_files(VERSIONS[2]))
     said = system.apt("dist-upgrade")
     assert "\n0 upgraded, 0 newly installed, 0 to remove" in said
-    waiting = json.loads(system.gpuguard("--json", "holds").stdout)
-    assert DKMS_PACKAGE in json.dumps(waiting["pending"])
+    holds = json.loads(system.gpuguard("--json", "holds").stdout)
+    withheld = {package["name"]: package["candidate"] for package in holds["withheld"]}
+    assert withheld[DKMS_PACKAGE] == f"{VERSIONS[2]}-1"
+    assert withheld[METAS[0]] == system.base.new_version
 
 
 def test_a_maintenance_window_brings_kernel_and_driver(system: Machine) -> None:
