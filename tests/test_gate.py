@@ -227,7 +227,7 @@ def test_waits_for_the_nodes(host: Box) -> None:
 
 
 def test_where_the_first_client_makes_the_nodes(host: Box) -> None:
-    configure(host.root, gate={"wait_seconds": 3600})
+    configure(host.root, gate={"wait_seconds": 600})
     shutil.rmtree(host.root / "dev")
     for number in range(3):
         make_tree(host.root, {f"proc/driver/nvidia/gpus/0000:0{number + 1}:00.0/information": ""})
@@ -236,7 +236,7 @@ def test_where_the_first_client_makes_the_nodes(host: Box) -> None:
 
 def test_killed_while_it_waits_leaves_no_old_proof(host: Box) -> None:
     assert gate(host).status == 0
-    configure(host.root, gate={"wait_seconds": 3600})
+    configure(host.root, gate={"wait_seconds": 600})
     shutil.rmtree(host.root / "dev")
     with started(host) as process:
         with pytest.raises(subprocess.TimeoutExpired):
