@@ -187,7 +187,7 @@ def find_program(host: Host, given: str | None = None) -> str:
     where = given or " or ".join(candidates)
     raise UsageError(
         f"{where} is not a program in {host.root}",
-        code="program-missing",
+        code="setup-program-missing",
         hint="say where gpuguard is installed there: gpuguard setup --program /opt/gpuguard/bin/"
         "gpuguard",
     )
