@@ -343,7 +343,7 @@ def test_so_is_a_folder_of_hooks_that_others_can_write(host: Box) -> None:
 
 
 def test_the_program_must_be_there_and_have_a_plain_name(host: Box) -> None:
-    assert host.json("setup").error["code"] == "program-missing", "ours is not in this tree"
+    assert host.json("setup").error["code"] == "setup-program-missing", "ours is not in this tree"
     odd = host.root / "opt/my gpuguard"
     odd.write_text("#!/bin/sh\n")
     odd.chmod(0o755)
