@@ -17,7 +17,9 @@ import yaml
 
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.lane_file import parse_lane
-from gpuguard.serving.render import RenderedFile, command, render, unit_word
+from gpuguard.serving.render import RenderedFile, command, inner_command, render, unit_word
+from tests.kit import cache_folder
+from tests.realroot import Lab
 
 GOLDEN = Path(__file__).parent / "golden/lanes"
 PROGRAM = ("/usr/local/bin/gpuguard",)
@@ -36,6 +38,7 @@ def lane_for(backend: str) -> Lane:
     if backend == "venv":
         text = re.sub(r"\n  image: .*", "\n  venv: /opt/vllm", text)
     awkward = '  override-generation-config: {"a": "x $HOME 100% \\\\ \'q\'"}\n'
+    text = text.replace("env:\n", "env:\n  DOLLAR: a $HOME 5% b\n")
     return parse_lane(text.replace("args:\n", f"args:\n{awkward}"), "int4.yaml")
 
 
@@ -123,18 +126,48 @@ def test_all_three_say_the_same() -> None:
     }
 
 
-def test_quadlets_own_generator_takes_the_file(tmp_path: Path) -> None:
-    generator = next(
-        (path for path in (Path("/usr/lib/systemd/system-generators/podman-system-generator"),
-                           Path("/usr/libexec/podman/quadlet")) if path.exists()),
-        None,
-    )  # fmt: skip
-    if generator is None:
-        pytest.skip("no Quadlet generator here: Podman 4.4 or newer (Debian 13, Ubuntu 24.04)")
-    file = render(lane_for("quadlet"), PROGRAM)[0]
+def quadlet() -> Path:
+    """The generator of an installed Podman, else Debian 13's, unpacked into the cache."""
+    own = Path("/usr/libexec/podman/quadlet")
+    if own.exists():
+        return own
+    folder = cache_folder() / "podman-trixie"
+    if not folder.exists():
+        lab = Lab(cache_folder() / "apt-trixie", release="trixie")
+        try:
+            if not (lab.folder / "parts/lab.list").exists():
+                lab.update()
+            try:
+                deb = lab.download("podman")[0]
+            except subprocess.CalledProcessError:  # lists that are days old
+                lab.update()
+                deb = lab.download("podman")[0]
+            subprocess.run(["dpkg-deb", "-x", deb, f"{folder}.new"], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no Podman 4.4 or newer, and none to be had: {error}")
+        Path(f"{folder}.new").rename(folder)
+    return folder / "usr/libexec/podman/quadlet"
+
+
+@pytest.mark.slow
+def test_quadlets_own_generator_makes_the_unit_that_is_meant(tmp_path: Path) -> None:
+    lane = lane_for("quadlet")
+    file = render(lane, PROGRAM)[0]
     (tmp_path / Path(file.path).name).write_text(file.text)
     done = subprocess.run(
-        [generator, "--dryrun"], env={**os.environ, "QUADLET_UNIT_DIRS": str(tmp_path)},
+        [quadlet(), "--dryrun"], env={**os.environ, "QUADLET_UNIT_DIRS": str(tmp_path)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, "lane-int4.service" in done.stdout) == (0, True), done.stderr
+    assert (done.returncode, "---lane-int4.service---" in done.stdout) == (0, True), done.stderr
+    values = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert (values["Restart"], values["KillMode"], values["TimeoutStopSec"]) == (
+        "always", "mixed", "170",
+    )  # fmt: skip
+    words = [w.replace("%%", "%").replace("$$", "$") for w in shlex.split(values["ExecStart"])]
+    image = words.index(str(lane.engine.image))
+    assert words[image + 1 :] == list(inner_command(lane))
+    assert {"--pull=never", "--ipc=host", "--log-driver=passthrough"} <= set(words)
+    assert words[words.index("--env-file") + 1] == "/run/gpuguard/lanes/int4.env"
+    assert f"DOLLAR={lane.env['DOLLAR']}" in words
+    (health,) = [word for word in words if word.startswith("--health-cmd=")]
+    assert shlex.split(health.removeprefix("--health-cmd="))[:2] == ["python3", "-c"]

@@ -153,7 +153,7 @@ RestrictSUIDSGID=yes
     return RenderedFile(f"{UNITS}/{lane.unit}", text)
 
 
-def _inner_command(lane: Lane) -> tuple[str, ...]:
+def inner_command(lane: Lane) -> tuple[str, ...]:
     """Arguments of an image whose entry point is ``vllm serve``."""
     return (
         _INNER_MODELS, "--served-model-name", lane.model.served_name,
@@ -166,7 +166,10 @@ def _quadlet(lane: Lane, program: tuple[str, ...]) -> RenderedFile:
     """Keys of Podman 4.4 alone; what came later goes through PodmanArgs."""
     stop = lane.timeouts.stop
     values = _variables(lane, _INNER_CACHE)
-    environment = "\n".join(_assignment(key, value) for key, value in values.items())
+    # these become words of ExecStart=, where a $ is expanded
+    environment = "\n".join(
+        _assignment(key, value.replace("$", "$$")) for key, value in values.items()
+    )
     extra = (
         "--pull=never", "--ipc=host", f"--stop-timeout={stop:.0f}",
         "--log-driver=passthrough",
@@ -185,7 +188,7 @@ PublishPort=127.0.0.1:{lane.port}:{_INNER_PORT}
 {environment}
 EnvironmentFile={env_file(lane.name)}
 PodmanArgs={_words(extra)}
-Exec={_words(_inner_command(lane))}
+Exec={_words(inner_command(lane))}
 
 [Service]
 ExecStartPre={_words(program)} lane prepare {lane.name}
@@ -221,7 +224,7 @@ def _project(lane: Lane) -> dict[str, object]:
         "restart": "no",  # systemd's business
         "ipc": "host",
         "init": True,
-        "command": [_for_compose(word) for word in _inner_command(lane)],
+        "command": [_for_compose(word) for word in inner_command(lane)],
         "environment": {key: _for_compose(value) for key, value in values.items()},
         "env_file": [env_file(lane.name)],
         "ports": [f"127.0.0.1:{lane.port}:{_INNER_PORT}"],
