@@ -16,7 +16,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv setup demo test test-fast docs lint bench man clean
+.PHONY: help venv setup demo test test-fast test-vllm docs lint bench man clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,12 @@ test-fast: $(STAMP) ## run the tests that take seconds
 
 docs: $(STAMP) ## write docs/metrics.md from the table of metrics
 	@$(BIN)/python tools/metrics_reference.py
+
+test-vllm: ## lanes of a real vLLM on the CPU: 3.5 GB once, then ten minutes (root)
+	@$(MAKE) setup
+	@$(MAKE) venv
+	@tools/make-vllm.sh
+	@GPUGUARD_REAL_VLLM=1 $(BIN)/python -m pytest tests/test_vllm_real.py $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy, shellcheck, yamllint, the layers of the code
 	@$(BIN)/python -m pytest -q tests/test_lint.py tests/test_layers.py $(PYTEST_ARGS)

@@ -25,9 +25,10 @@ readonly TEST_PACKAGES=(
     qemu-system-x86 fdisk e2fsprogs              # boot it as a virtual machine
     prometheus prometheus-alertmanager prometheus-node-exporter
     chromium                                     # what a person sees
+    haproxy                                      # the front before the lanes
 )
 # Tests start these themselves, on loopback; as services they would listen to everybody.
-readonly NOT_AS_SERVICE=(prometheus prometheus-alertmanager prometheus-node-exporter)
+readonly NOT_AS_SERVICE=(prometheus prometheus-alertmanager prometheus-node-exporter haproxy)
 readonly POLICY=/usr/sbin/policy-rc.d
 
 say() { printf 'setup: %s\n' "$*" >&2; }
