@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gpuguard.core.metrics import METRICS, Sample
+from gpuguard.core.samples_deep import COLLECTIVE_VERDICTS, TRANSFER_VERDICTS
 from gpuguard.exporter.exposition import prometheus_text
 from tests.monitoring import vllm_metrics
 
@@ -19,7 +20,11 @@ _VALUES = {
     "operation": ("read", "write"), "ready": ("true", "false"),
     "probe": ("kernel", "driver", "topo", "pci", "holds", "rebuild", "gate", "transfer"),
 }  # fmt: skip
-_COLLECTIVE = ("healthy", "hang", "wrong_data", "transfer_error", "inconclusive")
+#: Verdicts of the last deep check, the good one first.
+_DEEP = {
+    "gpuguard_p2p_collective_verdict": COLLECTIVE_VERDICTS,
+    "gpuguard_p2p_transfers": TRANSFER_VERDICTS,
+}
 #: (metric, value of a label): its number; everything else is 1, or 0 for what must not be.
 _ZERO = (
     "gpuguard_module_shadowed", "gpuguard_reboot_required", "gpuguard_holds_drifted",
@@ -65,8 +70,8 @@ class EveryMetric:
         }  # fmt: skip
         if name in ("gpuguard_verdict", "gpuguard_gate_verdict"):
             return float(labels == (self.verdict,))
-        if name == "gpuguard_p2p_collective_verdict":
-            return float(labels == ("healthy",))
+        if name in _DEEP:
+            return float(labels == (_DEEP[name][0],))
         if name.startswith("gpuguard_rebuild") and labels == ("failed",):
             return fixed.get(f"{name} failed", 0)
         if "timestamp_seconds" in name:
@@ -77,8 +82,8 @@ class EveryMetric:
         cards = range(self.cards)
         if name == "gpuguard_gpu_info":
             yield from ((self.uuid(c), str(c), "RTX 5090", f"0000:{c + 1:02x}:00.0") for c in cards)
-        elif name == "gpuguard_p2p_collective_verdict":
-            yield from ((verdict,) for verdict in _COLLECTIVE)
+        elif name in _DEEP:
+            yield from ((verdict,) for verdict in _DEEP[name])
         elif name == "gpuguard_kernel_ready":
             yield from zip(KERNELS, ("running", "next"), strict=True)
         else:

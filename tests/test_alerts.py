@@ -287,7 +287,7 @@ def test_no_two_alerts_silence_each_other() -> None:
 
 def test_nothing_silences_wrong_data() -> None:
     silenced = {r["alert"] for _, _, consequences in inhibitions() for r in consequences}
-    assert not silenced & {"GpuguardWrongData", "GpuguardCollectiveFailed", "GpuguardAbsent",
+    assert not silenced & {"GpuguardWrongData", "GpuguardTransferFailed", "GpuguardAbsent",
                            "GpuguardCardMissing", "GpuguardModuleNotPatched"}  # fmt: skip
     assert all(
         rule.get("equal") or causes[0]["alert"] == "GpuguardAbsent"

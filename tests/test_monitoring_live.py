@@ -287,7 +287,8 @@ def test_the_matrix_names_cards(everything: Prometheus) -> None:
 def test_the_real_daemon_answers_the_dashboards(host: Box, tmp_path: Path) -> None:
     """What a real host must have; the rest depends on deep probes, holds, a gate, history."""
     may_be_empty = {
-        "Bandwidth", "Gate after boot", "Oldest hold", "Withheld upgrades", "Shadowed modules",
+        "Bandwidth", "Last deep check", "Gate after boot", "Oldest hold", "Withheld upgrades",
+        "Shadowed modules",
         "Packages that policy holds", "Last automatic run", "Its exit status",
         "Temperature", "Utilisation", "Power", "Memory",
         "Oldest hold of each host", "Withheld upgrades of each host", "Cards", "Causes", "Hosts",

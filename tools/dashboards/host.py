@@ -140,11 +140,24 @@ _PAIRS = [
         steps=((None, BLUE),),
         no_value="not measured",
     ),
+    stat(
+        "Last deep check",
+        "Engines of ordered pairs by what gpuguard verify --deep has shown, and its all-reduce. "
+        "Empty: there was none.",
+        Query(f"gpuguard_p2p_transfers{{{_I}}} > 0", "{{verdict}}", now=True),
+        Query(f"gpuguard_p2p_collective_verdict{{{_I}}} == 1", "all-reduce: {{verdict}}", now=True),
+        show="value_and_name",
+        steps=((None, BLUE),),
+        width=12,
+        height=8,
+        no_value="there was none",
+    ),
     timeline(
         "Pairs over time",
         "Each ordered pair on which P2P is expected, by capability.",
         Query(f"gpuguard_p2p_pair_ok{{{_I}}}", "{{capability}} {{src_uuid}} → {{dst_uuid}}"),
         states=yes_no("OK", "lost"),
+        width=24,
     ),
 ]
 _KERNELS = [
