@@ -35,6 +35,8 @@ _GRACE = 0.3
 #: A full look although nothing seems to have changed; sooner where a probe failed.
 _FULL_SECONDS = 1800.0
 _FULL_AFTER_FAILURE_SECONDS = 900.0
+#: What a look was made from: files, the driver's answer, the configuration.
+_Seen = tuple[str, P2pFacts, Mapping[str, Any] | None]
 _PASSED_ON = ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HOME")
 
 
@@ -110,7 +112,7 @@ class Looker:
     def __init__(self, host: StoppableHost) -> None:
         self.host = host
         self.config: Mapping[str, Any] | None = None
-        self._seen: tuple[str, P2pFacts] | None = None
+        self._seen: _Seen | None = None
         self._last: Observation | None = None
         self._full_at = float("-inf")
 
@@ -123,30 +125,26 @@ class Looker:
         request = {"do": "settings", "config_file": config_file}
         return ask_child(self.host, request, _SETTINGS_SECONDS)
 
-    def forget(self) -> None:
-        """The next look is a full one."""
-        self._seen = None
-
     def look(self) -> Observation:
         """An observation, whatever happens."""
         when, began = time.time(), time.monotonic()
         try:
-            before = fingerprint(self.host)
-            p2p = probe_p2p(self.host)
+            config = self.config
+            seen = (fingerprint(self.host), probe_p2p(self.host), config)
             asked = time.monotonic() - began
             last = self._last
-            if last is not None and not self._is_due(last, began, (before, p2p)):
+            if last is not None and not self._is_due(last, began, seen):
                 self._last = _again(last, when, asked)
                 return self._last
-            request = {"do": "observe", "config": self.config}
+            request = {"do": "observe", "config": config}
             found = decode(ask_child(self.host, request, _OBSERVE_SECONDS))
         except (GpuguardError, OSError, ValueError) as error:
             self._seen = self._last = None
             return failed_observation(when, time.monotonic() - began, str(error))
-        self._seen, self._last, self._full_at = (before, p2p), found, began
+        self._seen, self._last, self._full_at = seen, found, began
         return found
 
-    def _is_due(self, last: Observation, now: float, seen: tuple[str, P2pFacts]) -> bool:
+    def _is_due(self, last: Observation, now: float, seen: _Seen) -> bool:
         problems = [p.problem for p in last.parts if p.probe is not Probe.TOPO]
         patience = _FULL_AFTER_FAILURE_SECONDS if any(problems) else _FULL_SECONDS
         if self._seen != seen or now - self._full_at >= patience:

@@ -28,7 +28,7 @@ from gpuguard.exporter.exposition import (
 )
 from gpuguard.exporter.series import Health, all_samples, note_successes
 from gpuguard.host.notify import journal, notify, watchdog_seconds
-from gpuguard.state import CONFIG_DROPINS, DEPMOD_DIR, RUN_DIR, STATE_DIR
+from gpuguard.state import DEPMOD_DIR, RUN_DIR, STATE_DIR
 
 _SETTLE_SECONDS = 2.0  # after the last change: a package tool changes many files
 _APART_SECONDS = 5.0  # between two looks, however much changes
@@ -38,7 +38,7 @@ _OVERDUE_SECONDS = 30.0
 _PAGE_HEADERS = (("Content-Security-Policy", POLICY), ("Referrer-Policy", "no-referrer"))
 _WATCHED = (
     STATE_DIR, RUN_DIR, DEPMOD_DIR, "/boot", "/boot/grub", "/lib/modules", "/var/lib/dpkg",
-    CONFIG_DROPINS, "/var/lib/apt/lists",
+    "/var/lib/apt/lists",
 )  # fmt: skip
 """Folders in which something happens when something is installed, built, held or proven."""
 
@@ -64,6 +64,7 @@ class Daemon:
         self._told: Observation | None = None
         self._pages: dict[str, Response] = {}
         self._busy_since: float | None = None
+        self._is_outdated = False  # something changed during the look under way
         self._looked_at = float("-inf")
         self._wanted: asyncio.TimerHandle | None = None
         self._worker: threading.Thread | None = None
@@ -176,8 +177,7 @@ class Daemon:
         else:
             self._log(Event("configuration read again", "notice", {"event": "config-reloaded"}))
         self._render()
-        self._looker.forget()
-        self._cycle()
+        self._cycle(changed=True)
         self._tell_status("READY=1")
 
     def _take_over(self, settings: dict[str, Any] | None, error: Exception | None) -> None:
@@ -204,15 +204,20 @@ class Daemon:
 
     # --- observing -----------------------------------------------------------------------
 
-    def _cycle(self) -> None:
-        """Look now, unless a look is under way; and again after the interval."""
+    def _cycle(self, *, changed: bool = False) -> None:
+        """Look now, and again after the interval.
+
+        While a look is under way none is begun; if something has changed meanwhile, one follows it.
+        """
         if self._wanted is not None:
             self._wanted.cancel()
         self._wanted = self._loop.call_later(self._health.interval, self._cycle)
         self._watch.follow(self._host.path(folder) for folder in _WATCHED)
         if self._busy_since is not None:
+            self._is_outdated = self._is_outdated or changed
             self._judge_overdue()
             return
+        self._is_outdated = False
         self._busy_since = self._looked_at = self._loop.time()
         self._worker = self._in_thread(self._looker.look, self._observed)
 
@@ -240,6 +245,8 @@ class Daemon:
         self._publish(found)
         if self._loop.time() - began > self._overdue:
             self._cycle()  # what it says is old
+        elif self._is_outdated:
+            self._look_soon()
 
     @property
     def _overdue(self) -> float:
@@ -264,13 +271,16 @@ class Daemon:
     def _changed(self) -> None:
         """Something was written: look once it is quiet."""
         if self._watch.has_news():
-            settled = self._loop.time() + _SETTLE_SECONDS
-            at = max(settled, self._looked_at + _APART_SECONDS)
-            if self._wanted is not None:
-                if self._wanted.when() < settled:
-                    return
-                self._wanted.cancel()
-            self._wanted = self._loop.call_at(at, self._cycle)
+            self._look_soon()
+
+    def _look_soon(self) -> None:
+        settled = self._loop.time() + _SETTLE_SECONDS
+        if self._wanted is not None:
+            if self._wanted.when() < settled:
+                return
+            self._wanted.cancel()
+        at = max(settled, self._looked_at + _APART_SECONDS)
+        self._wanted = self._loop.call_at(at, lambda: self._cycle(changed=True))
 
     # --- what others see -----------------------------------------------------------------
 

@@ -30,20 +30,24 @@ class Watch:
         self._libc = ctypes.CDLL(None, use_errno=True)
         descriptor = self._libc.inotify_init1(_FLAGS)
         self.descriptor: int | None = descriptor if descriptor >= 0 else None
+        self._whole: set[int] = set()  # watches in which every name counts
+        self._awaited: dict[int, set[bytes]] = {}  # watch -> the only names in it that count
 
     def follow(self, folders: Iterable[Path]) -> None:
-        """Watch these folders, as far as they are there; again is fine."""
-        if self.descriptor is None:
-            return
+        """Watch these folders, or for one that is not there yet that it comes; again is fine."""
         for folder in folders:
-            self._libc.inotify_add_watch(self.descriptor, os.fsencode(folder), _MASK)
+            if (watch := self._add(folder)) is not None:
+                self._whole.add(watch)
+                self._awaited.pop(watch, None)
+            elif (watch := self._add(folder.parent)) is not None and watch not in self._whole:
+                self._awaited.setdefault(watch, set()).add(os.fsencode(folder.name))
 
     def has_news(self) -> bool:
         """Empty the queue; True if something in it counts."""
         news = False
         with suppress(BlockingIOError, OSError):
             while self.descriptor is not None and (data := os.read(self.descriptor, _BUFFER)):
-                news = _counts(data) or news
+                news = self._counts(data) or news
         return news
 
     def close(self) -> None:
@@ -52,13 +56,22 @@ class Watch:
             os.close(self.descriptor)
             self.descriptor = None
 
+    def _add(self, folder: Path) -> int | None:
+        if self.descriptor is None:
+            return None
+        watch = self._libc.inotify_add_watch(self.descriptor, os.fsencode(folder), _MASK)
+        return int(watch) if watch >= 0 else None
 
-def _counts(data: bytes) -> bool:
-    offset = 0
-    while offset + _EVENT.size <= len(data):
-        *_, length = _EVENT.unpack_from(data, offset)
-        name = data[offset + _EVENT.size : offset + _EVENT.size + length].rstrip(b"\0")
-        if not name.endswith(_IGNORED) and b".gpuguard-new" not in name:
-            return True
-        offset += _EVENT.size + length
-    return False
+    def _counts(self, data: bytes) -> bool:
+        offset = 0
+        while offset + _EVENT.size <= len(data):
+            watch, _, _, length = _EVENT.unpack_from(data, offset)
+            name = data[offset + _EVENT.size : offset + _EVENT.size + length].rstrip(b"\0")
+            awaited = self._awaited.get(watch)
+            if awaited is not None:
+                if name in awaited:
+                    return True
+            elif not name.endswith(_IGNORED) and b".gpuguard-new" not in name:
+                return True
+            offset += _EVENT.size + length
+        return False
