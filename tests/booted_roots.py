@@ -40,8 +40,10 @@ _PACKAGES = (
 _IMAGE = re.compile(r"linux-image-(\d[\w.+~-]*-cloud-amd64)")
 #: What MODULES=list puts into the initramfs: enough to find the disk of a virtual machine.
 _BOOT_MODULES = ("virtio_pci", "virtio_blk", "ext4")
+_UNUSED_FOR = 24 * 3600.0  # seconds
 _CHOSEN_FOR = 7 * 24 * 3600.0  # seconds; then the archive has newer ones
 ARCHIVE = "/srv/archive"
+METAS = ("linux-image-cloud-amd64", "linux-headers-cloud-amd64")
 CLONE = "/srv/nvidia"
 PROGRAM = "/opt/gpuguard/bin/gpuguard"
 CONFIG = f"""\
@@ -153,18 +155,23 @@ def _choose_kernels(lab: Lab, debian: Debian) -> Kernels:
 
 
 def _layer(kind: str, key: Sequence[str], make: Callable[[Path], None]) -> Path:
-    """A folder below the cache that is complete or not there; others of its kind and suite go."""
+    """A folder below the cache that is complete or not there.
+
+    Others of its kind and suite go, unless a test run may have them mounted.
+    """
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:12]
     folder = cache_dir() / "booted" / f"{key[0]}-{kind}-{digest}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for outdated in folder.parent.glob(f"{key[0]}-{kind}-*"):
-            shutil.rmtree(outdated)
+        for other in folder.parent.glob(f"{key[0]}-{kind}-*"):
+            if other.stat().st_mtime < time.time() - _UNUSED_FOR:
+                shutil.rmtree(other)
         work = folder.with_name(f".new-{folder.name}")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         make(work)
         work.rename(folder)
+    os.utime(folder)
     return folder
 
 
@@ -229,10 +236,17 @@ def _add_driver(
         pretend_release(root, kernels.old)
         with mounted(root):
             chroot(root, "apt-get", "-q", "update")
-            packages = ("nvidia-driver", "linux-image-cloud-amd64", "linux-headers-cloud-amd64")
-            chroot(root, "apt-get", "-qy", "install", *packages, timeout=900)
+            chroot(root, "apt-get", "-qy", "install", "nvidia-driver", *METAS, timeout=900)
             chroot(root, "apt-get", "clean")
             _make_venv(root, debian)
+            for timer in ("apt-daily", "apt-daily-upgrade"):  # they would take apt's lock
+                chroot(root, "systemctl", "mask", "-q", f"{timer}.timer")
+
+
+def kernel_files(root: Path) -> list[str]:
+    """Packages of the newer kernel, as they lie in the repository; its metas not."""
+    names = sorted(path.name for path in (root / ARCHIVE.lstrip("/")).glob("linux-*.deb"))
+    return [name for name in names if not name.startswith(METAS)]
 
 
 def published_at_first(kernel_version: str) -> list[str]:

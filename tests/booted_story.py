@@ -11,12 +11,11 @@ import pytest
 
 from tests import booted_roots
 from tests.booted import Machine, prepared
-from tests.booted_roots import ARCHIVE, Debian, publish
+from tests.booted_roots import METAS, Debian, publish
 from tests.standin_packages import DRIVER_PACKAGES
 
 REBUILD = "gpuguard-rebuild.service"
 QUEUE = "/var/lib/gpuguard/rebuild-wanted"
-METAS = ("linux-image-cloud-amd64", "linux-headers-cloud-amd64")
 
 
 def story_machine(debian: Debian, folder: Path) -> Iterator[Machine]:
@@ -56,13 +55,12 @@ def wait_until_ready(system: Machine, *releases: str) -> None:
 
 def kernel_files(system: Machine) -> list[str]:
     """Packages of the newer kernel, as they lie in the repository."""
-    return [name for name in _kernel_debs(system) if not name.startswith(METAS)]
+    return booted_roots.kernel_files(system.root)
 
 
 def metas(system: Machine) -> list[str]:
     """Packages that pull in the newer kernel."""
-    newest = system.base.new_version
-    return [n for n in _kernel_debs(system) if n.startswith(METAS) and f"_{newest}_" in n]
+    return [f"{name}_{system.base.new_version}_amd64.deb" for name in METAS]
 
 
 def driver_files(version: str) -> list[str]:
@@ -73,7 +71,3 @@ def offer(system: Machine, *names: str) -> None:
     """What apt knows from now on."""
     publish(system.root, *names)
     system.apt("update")
-
-
-def _kernel_debs(system: Machine) -> list[str]:
-    return sorted(path.name for path in system.path(ARCHIVE).glob("linux-*.deb"))

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from tests.booted import Machine
-from tests.booted_roots import ARCHIVE, RELEASES
+from tests.booted_roots import ARCHIVE, METAS, RELEASES
 from tests.booted_story import (
-    METAS,
     REBUILD,
     driver_files,
     is_idle,
