@@ -127,8 +127,9 @@ def test_reload(system: Machine) -> None:
     assert value(series_of(system), "gpuguard_gpus_expected") == 5
     dropin.write_text("p2p: {expected_gpu: 4}\n")
     system.systemctl("reload", DAEMON)
-    assert system.show(DAEMON, "ActiveState") == "active"
+    system.wait_for(lambda: entries(system, DAEMON, "config-refused"), 60, "its event")
     (refused,) = entries(system, DAEMON, "config-refused")
+    system.wait_for(lambda: system.show(DAEMON, "ActiveState") == "active", 60, "it goes on")
     assert "p2p.expected_gpu" in refused["MESSAGE"]
     series = series_of(system)
     assert value(series, "gpuguard_config_last_reload_successful") == 0
@@ -150,7 +151,7 @@ def test_a_rebuild_that_is_wanted_is_seen_at_once(system: Machine) -> None:
 
 def test_a_loop_that_hangs_is_restarted(system: Machine) -> None:
     folder = system.live_path(f"/etc/systemd/system/{DAEMON}.d")
-    folder.mkdir(parents=True)
+    folder.mkdir(exist_ok=True)
     (folder / "test.conf").write_text("[Service]\nWatchdogSec=2s\nRestartSec=100ms\n")
     system.systemctl("daemon-reload")
     system.systemctl("restart", DAEMON)
