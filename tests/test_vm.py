@@ -36,8 +36,8 @@ class Story:
 
     def build_ids(self, release: str) -> dict[str, str]:
         """What nvidia.ko on the disk is ("patched", "stock"), and its build-id."""
-        with self.disk.mounted() as root:
-            done = chroot(root, PROGRAM, "--json", "status", check=False)
+        with self.disk.mounted() as there:
+            done = there.run(PROGRAM, "--json", "status", check=False)
         kernel = next(k for k in json.loads(done.stdout)["kernels"] if k["release"] == release)
         module = next(m for m in kernel["modules"] if m["name"] == "nvidia")
         return {module["identity"]: module["build_id"]}
@@ -69,31 +69,30 @@ def test_the_old_kernel_loads_the_patched_module_and_serves(story: Story) -> Non
         assert report["kernel"] == story.base.old
         assert {"patched": report["build_id"]} == expected
         assert report["gate"] == "active", guest.ask("/journal")
-        guest.wait_until_serving()
+        guest.wait_for("serving", "active")
         guest.power_off()
 
 
 def test_the_new_kernel_without_a_rebuild_shuts_the_gate_and_stays_reachable(story: Story) -> None:
     new = story.base.new
-    with story.disk.mounted() as root:
+    with story.disk.mounted() as there:
         # nobody rebuilds, as on a host without gpuguard
-        (root / _CONFIG.lstrip("/")).write_text(f"{CONFIG}automatic:\n  rebuild: false\n")
-        files = booted_roots.kernel_files(root)
-        booted_roots.publish(root, *files)
-        chroot(root, "apt-get", "-q", "update")
-        said = chroot(
-            root, "apt-get", "-qy", "install", f"linux-image-{new}", f"linux-headers-{new}"
-        ).stdout
+        config = there.root / _CONFIG.lstrip("/")
+        config.write_text(f"{CONFIG}automatic:\n  rebuild: false\n")
+        booted_roots.publish(there.root, *booted_roots.kernel_files(there.root))
+        there.run("apt-get", "-q", "update")
+        packages = (f"linux-image-{new}", f"linux-headers-{new}")
+        said = there.run("apt-get", "-qy", "install", *packages).stdout
         assert "before this system is booted: gpuguard rebuild" in said
-        chroot(root, "update-grub")
+        there.run("update-grub")
     expected = story.build_ids(new)
     with vm.boot(story.disk, story.folder / "stock.log", snapshot=True) as guest:
         report = guest.report(_BOOT_SECONDS)
         assert report["kernel"] == new
         assert {"stock": report["build_id"]} == expected
         assert report["gate"] == "failed"
-        assert report["multi_user"] == "active"
-        assert report["serving"] == "inactive"
+        guest.wait_for("multi_user", "active")  # the gate holds nobody else up
+        guest.wait_for("serving", "inactive", timeout=0)
         status = guest.status()
         assert status["verdict"] == "critical"
         assert status["driver"]["loaded_identity"] == "stock"
@@ -101,9 +100,9 @@ def test_the_new_kernel_without_a_rebuild_shuts_the_gate_and_stays_reachable(sto
 
 def test_the_new_kernel_after_the_rebuild_is_proven_and_serves(story: Story) -> None:
     new = story.base.new
-    with story.disk.mounted() as root:
-        (root / _CONFIG.lstrip("/")).write_text(CONFIG)
-        done = chroot(root, PROGRAM, "rebuild", check=False)
+    with story.disk.mounted() as there:
+        (there.root / _CONFIG.lstrip("/")).write_text(CONFIG)
+        done = there.run(PROGRAM, "rebuild", check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     expected = story.build_ids(new)
     with vm.boot(story.disk, story.folder / "new.log") as guest:
@@ -111,7 +110,7 @@ def test_the_new_kernel_after_the_rebuild_is_proven_and_serves(story: Story) -> 
         assert report["kernel"] == new
         assert {"patched": report["build_id"]} == expected
         assert report["gate"] == "active", guest.ask("/journal")
-        guest.wait_until_serving()
+        guest.wait_for("serving", "active")
         status = guest.status()
         assert status["driver"]["loaded_identity"] == "patched"
         assert status["reboot"]["safe"] is True

@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ from tests.realroot import chroot
 
 _LABEL = "labroot"
 _SECTOR, _FIRST = 512, 2048
+_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "DEBIAN_FRONTEND": "noninteractive",
+    "LC_ALL": "C.UTF-8",
+    "HOME": "/root",
+}
 _DISK_BYTES = 6 << 30
 _REPORT_PORT = 8022
 _GRUB = f"""\
@@ -129,26 +136,64 @@ class Disk:
         self.image = image
 
     @contextmanager
-    def mounted(self) -> Iterator[Path]:
-        """The file system, with what programs inside a chroot need; for changes between boots."""
+    def mounted(self) -> Iterator[Mounted]:
+        """The file system, for changes between boots.
+
+        In a mount namespace of its own: a container that starts meanwhile would copy the mount,
+        and keep the file system in use for as long as it runs.
+        """
         mount = self.image.with_name("mnt")
         mount.mkdir(exist_ok=True)
         with ExitStack() as undo:
+            keeper = undo.enter_context(_namespace())
             device = _run("losetup", "-f", "--show", str(self.image)).strip()
             undo.callback(_run, "losetup", "-d", device)
-            # the kernel parses no partition tables of loop devices everywhere
-            _run("partx", "-a", device)
+            _run("partx", "-a", device)  # a kernel need not parse the tables of loop devices
             undo.callback(_run, "partx", "-d", device)
-            _run("mount", f"{device}p1", str(mount))
-            undo.callback(_run, "umount", "-R", str(mount))
+            inside = ("nsenter", "-t", str(keeper), "-m", "--")
+            _run(*inside, "mount", f"{device}p1", str(mount))
+            undo.callback(_run, *inside, "umount", "-R", str(mount))
             for kind in ("dev", "proc", "sys"):
-                _run("mount", "--rbind", "--make-rslave", f"/{kind}", str(mount / kind))
-            yield mount
+                _run(*inside, "mount", "--rbind", f"/{kind}", str(mount / kind))
+            yield Mounted(
+                Path(f"/proc/{keeper}/root{mount}"), device, (*inside, "chroot", str(mount))
+            )
 
-    def device_below(self, mount: Path) -> str:
-        """The loop device of a file system that ``mounted`` has given."""
-        source = _run("findmnt", "-n", "-o", "SOURCE", str(mount)).strip()
-        return source.removesuffix("p1")
+
+@dataclass(frozen=True)
+class Mounted:
+    """The file system of a disk that does not run; ``root`` is where this process sees it."""
+
+    root: Path
+    device: str
+    enter: tuple[str, ...]
+
+    def run(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """A program inside, as root; its output is kept."""
+        done = subprocess.run(
+            [*self.enter, *argv], env=_ENVIRONMENT, capture_output=True, text=True,
+            timeout=900, check=False,
+        )  # fmt: skip
+        if check and done.returncode != 0:
+            raise AssertionError(
+                f"{argv} exited with {done.returncode}:\n{done.stdout}{done.stderr}"
+            )
+        return done
+
+
+@contextmanager
+def _namespace() -> Iterator[int]:
+    """The pid of a process that keeps a mount namespace."""
+    with subprocess.Popen(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo there; exec cat"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as keeper:  # fmt: skip
+        assert keeper.stdout is not None
+        keeper.stdout.readline()
+        try:
+            yield keeper.pid
+        finally:
+            keeper.kill()
 
 
 def make_disk(root: Path, folder: Path) -> Disk:
@@ -164,9 +209,9 @@ def make_disk(root: Path, folder: Path) -> Disk:
         "mke2fs", "-q", "-t", "ext4", "-L", _LABEL, "-d", str(root),
         "-E", f"offset={_FIRST * _SECTOR}", str(disk.image), f"{size >> 10}k",
     )  # fmt: skip
-    with disk.mounted() as mount:
-        chroot(mount, "grub-install", "--target=i386-pc", disk.device_below(mount))
-        chroot(mount, "update-grub")
+    with disk.mounted() as there:
+        there.run("grub-install", "--target=i386-pc", there.device)
+        there.run("update-grub")
     return disk
 
 
@@ -226,10 +271,10 @@ class Guest:
                 report = json.loads(self.ask(timeout=10))
         return report
 
-    def wait_until_serving(self, timeout: float = 120) -> None:
-        """Until the unit that depends on the gate runs."""
+    def wait_for(self, key: str, value: str, timeout: float = 180) -> None:
+        """Until the report says so."""
         deadline = time.monotonic() + timeout
-        while json.loads(self.ask())["serving"] != "active":
+        while json.loads(self.ask())[key] != value:
             assert time.monotonic() < deadline, self.ask("/journal")
             time.sleep(0.5)
 
