@@ -194,7 +194,7 @@ METRICS = (
     ),
     Metric(
         "gpuguard_hold_oldest_timestamp_seconds", "gauge", "Since when our oldest hold is set.",
-        (), Probe.HOLDS, "0: there is none",
+        (), Probe.HOLDS, "absent where there is none",
     ),
     Metric(
         "gpuguard_withheld_upgrades", "gauge", "Upgrades that wait because of holds.",

@@ -32,7 +32,8 @@ def hold_samples(state: HoldState, book: Ledger) -> Iterator[Sample]:
     yield sample("gpuguard_holds_ineffective", len(state.ineffective))
     yield sample("gpuguard_holds_foreign", len(state.foreign))
     since = [timestamp(book.packages[name].since) for name in state.ours]
-    yield sample("gpuguard_hold_oldest_timestamp_seconds", min(since, default=0))
+    if since:
+        yield sample("gpuguard_hold_oldest_timestamp_seconds", min(since))
     if state.withheld is not None:
         yield from _withheld_samples(state.withheld)
 
