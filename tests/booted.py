@@ -53,12 +53,17 @@ ExecStart=mount --bind /srv/lab/kernel/driver /proc/driver
 ExecStart=mount --bind /srv/lab/kernel/module /sys/module
 ExecStart=mount --bind /srv/lab/kernel/pci /sys/bus/pci/devices
 ExecStart=/srv/lab/nodes
+ExecStart=cp /proc/sys/kernel/random/boot_id /run/lab-boot-id
 """
 # Units that protect kernel tunables or cgroups get a /proc of their own, without those mounts.
 _DROP_IN = """[Service]
 BindReadOnlyPaths=/srv/lab/kernel/osrelease:/proc/sys/kernel/osrelease
 BindReadOnlyPaths=/srv/lab/kernel/driver:/proc/driver /srv/lab/kernel/module:/sys/module
 BindReadOnlyPaths=/srv/lab/kernel/pci:/sys/bus/pci/devices
+"""
+# The gate is one of them: without nspawn's mount it would see the machine's boot, not this one.
+_DROP_IN_OF_GATE = """[Service]
+BindReadOnlyPaths=/run/lab-boot-id:/proc/sys/kernel/random/boot_id
 """
 # Device nodes as udev and nvidia-modprobe make them once the driver has bound its cards.
 _NODES = """\
@@ -339,6 +344,9 @@ def _furnish(root: Path) -> None:
         drop_in = unit.with_name(f"{prefix}.service.d") / "lab-kernel.conf"
         drop_in.parent.mkdir()
         drop_in.write_text(_DROP_IN)
+    gate = unit.with_name("gpuguard-verify.service.d") / "lab-boot.conf"
+    gate.parent.mkdir()
+    gate.write_text(_DROP_IN_OF_GATE)
     for kind in ("postinst", "postrm"):
         _script(root / f"etc/kernel/{kind}.d/zzz-update-grub-in-container", _UPDATE_GRUB)
     _script(root / "srv/lab/nodes", _NODES)

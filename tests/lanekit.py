@@ -91,7 +91,16 @@ class LaneHost:
     def set_up(self) -> None:
         for name in _OWN:
             (self.root / name).mkdir(parents=True)
-        for entry in ("passwd", "group", "nsswitch.conf", "ld.so.cache", "ld.so.conf", "ssl"):
+        for entry in (
+            "passwd",
+            "group",
+            "hosts",
+            "hostname",
+            "nsswitch.conf",
+            "ld.so.cache",
+            "ld.so.conf",
+            "ssl",
+        ):
             source = Path("/etc") / entry
             if source.is_dir():
                 shutil.copytree(source, self.root / "etc" / entry, symlinks=True)

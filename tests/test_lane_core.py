@@ -208,6 +208,7 @@ def test_an_interruption_never_promotes_what_was_not_gated(step: Step) -> None:
         ),
         ({"timeouts": {"first_start": 900}}, {}, "lane-start-timeout", "error"),
         ({"env": {"VLLM_ENGINE_READY_TIMEOUT_S": None}}, {}, "lane-engine-timeout", "warning"),
+        ({"env": {"VLLM_ENGINE_READY_TIMEOUT_S": 380.0}}, {}, "lane-engine-timeout", "error"),
         ({"expect": {"kv_tokens": 200000}}, {}, "lane-model-len", "error"),
         ({}, {"pool_tokens": 200000}, "lane-model-len", "error"),
         (

@@ -36,7 +36,7 @@ LOG = (
     r"INFO:     Waiting for application startup\.",
     r"INFO:     Application startup complete\.",
 )
-_START = 400.0
+_START = 400
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@
 set -euo pipefail
 
 readonly VERSION=0.32.0
-readonly REPOSITORY=$(cd "$(dirname "$0")/.." && pwd)
+REPOSITORY=$(cd "$(dirname "$0")/.." && pwd)
+readonly REPOSITORY
 readonly FOLDER=${1:-$REPOSITORY/.cache/vllm}
 readonly PYTHON=${PYTHON:-python3.11}
 

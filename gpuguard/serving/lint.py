@@ -140,7 +140,15 @@ def _timeouts(lane: Lane) -> Iterator[Problem]:
             f"({shutdown:g} s): requests would be cut off",
             f"timeouts: {{stop: {shutdown + 30:g}}}",
         )
-    ready = _engine_ready(lane)
+    given = lane.env.get(_READY_VARIABLE)
+    if given is not None and not given.isdecimal():
+        yield _error(
+            "lane-engine-timeout",
+            f"env.{_READY_VARIABLE} is {given}: vLLM takes whole seconds only, and ends at once",
+            f"env: {{{_READY_VARIABLE}: 1800}}",
+        )
+        return
+    ready = _ENGINE_READY_SECONDS if given is None else float(given)
     if lane.timeouts.first_start < ready:
         yield _error(
             "lane-start-timeout",
@@ -148,20 +156,13 @@ def _timeouts(lane: Lane) -> Iterator[Problem]:
             f"limit ({_READY_VARIABLE}, {ready:g} s): it is killed while it still may come up",
             f"timeouts: {{first_start: {ready + 60:g}}}, or a lower {_READY_VARIABLE} in env",
         )
-    elif _READY_VARIABLE not in lane.env and lane.timeouts.first_start > _ENGINE_READY_SECONDS:
+    elif given is None and lane.timeouts.first_start > _ENGINE_READY_SECONDS:
         yield _warning(
             "lane-engine-timeout",
             f"the engine gives up after {_ENGINE_READY_SECONDS:g} s, before "
             f"timeouts.first_start ({lane.timeouts.first_start:g} s)",
             f"env: {{{_READY_VARIABLE}: {max(600, lane.timeouts.first_start - 60):g}}}",
         )
-
-
-def _engine_ready(lane: Lane) -> float:
-    try:
-        return float(lane.env.get(_READY_VARIABLE, _ENGINE_READY_SECONDS))
-    except ValueError:
-        return _ENGINE_READY_SECONDS
 
 
 def _cards(lane: Lane, known: Surroundings) -> Iterator[Problem]:

@@ -39,12 +39,12 @@ def lost(lane: Lane, glance: Glance) -> str | None:
     lines = glance.lines or ()
     if (fatal := fatal_line(lines)) is not None:
         return f"the engine gave up: {fatal}"
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    said = f"; its last line: {last}" if last else ""
     if unit.active == "failed" or unit.sub == "auto-restart":
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        said = f"; its last line: {last}" if last else ""
         return f"{unit.name} ended ({unit.result}, status {unit.exit_status}){said}"
     if unit.restarts > 0:
-        return f"{unit.name} died while it was starting, and was started again"
+        return f"{unit.name} died while it was starting, and was started again{said}"
     if hangs_in_nccl(lines) and glance.quiet >= lane.timeouts.no_progress:
         return (
             f"it says nothing since it named NCCL, {glance.quiet:.0f} s ago: P2P is suspected "

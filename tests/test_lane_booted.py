@@ -1,0 +1,218 @@
+"""Lanes under a real systemd, behind the real gate: forward, back, crashes, boots.
+
+The engine is the stub; systemd, the journal, HAProxy and the gate with its proof are real. The
+tests are stages of one story.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.booted import Machine
+from tests.booted_roots import RELEASES
+from tests.booted_story import story_machine
+from tests.realroot import REPO, Lab, cache_dir, chroot, mounted
+
+pytestmark = pytest.mark.slow
+_FRONT = "127.0.0.1:8000"
+_ASK = """
+import sys, urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen(sys.argv[1], timeout=10).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except OSError:
+    print(0)
+"""
+_CARDS = {"engine": {"gpus": "all"}, "args": {"tensor-parallel-size": 4},
+          "requires": {"p2p": "required"}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """Patched and proven; two lanes, and the front."""
+    for machine in story_machine(RELEASES[0], tmp_path_factory.mktemp("lanes")):
+        quick = machine.path("/etc/gpuguard/gpuguard.d/gate.yaml")
+        quick.parent.mkdir(exist_ok=True)
+        quick.write_text("gate: {wait_seconds: 2}\n")
+        assert machine.gpuguard("setup").returncode == 0
+        assert machine.gpuguard("rebuild").returncode == 0
+        add_engine(machine.root)
+        machine.reboot()
+        add_haproxy(machine)
+        write_lane(machine, "a")
+        write_lane(machine, "b", **_CARDS)
+        assert machine.gpuguard("lane", "setup").returncode == 0
+        machine.systemctl("daemon-reload")
+        machine.systemctl("start", "gpuguard-front.service")
+        yield machine
+
+
+def add_engine(root: Path) -> None:
+    """The stub, where a virtual environment of vLLM would be, and an account for it."""
+    program = root / "opt/vllm/bin/vllm"
+    program.parent.mkdir(parents=True)
+    stub = (REPO / "tests/stub_vllm.py").read_text()
+    program.write_text(f"#!/usr/bin/python3\n{stub}")
+    program.chmod(0o755)
+    golden = program.parent / "golden"
+    golden.mkdir()
+    shutil.copy(REPO / "tests/golden/vllm-0.32.0-metrics.txt", golden)
+    (root / "srv/model").mkdir(parents=True)
+    (root / "srv/model/weights.safetensors").write_bytes(b"weights")
+    with mounted(root):
+        chroot(root, "useradd", "--system", "vllm")
+
+
+def add_haproxy(system: Machine) -> None:
+    """The distribution's package and what it needs, downloaded once."""
+    suite = system.base.debian.suite
+    lab = Lab(cache_dir() / f"apt-{suite}", release=suite)
+    status = system.root / "var/lib/dpkg/status"
+    words = ("-o", f"Dir::State::status={status}", "--no-install-recommends", "-qy", "install")
+    try:
+        lab.apt(*words, "--download-only", "haproxy")
+    except subprocess.CalledProcessError:  # lists that are days old name files that are gone
+        lab.update()
+        lab.apt(*words, "--download-only", "haproxy")
+    planned = re.findall(r"^Inst (\S+) \((\S+) ", lab.apt(*words, "-s", "haproxy"), re.MULTILINE)
+    folder = system.live_path("/srv/debs")
+    folder.mkdir()
+    for name, version in planned:
+        pattern = f"{name}_{version.replace(':', '%3a')}_*.deb"
+        shutil.copy(next((lab.folder / "cache/archives").glob(pattern)), folder)
+    system.run("sh", "-c", "dpkg -i /srv/debs/*.deb", timeout=120)
+
+
+def write_lane(system: Machine, name: str, **changes: Any) -> None:
+    lane: dict[str, Any] = {
+        "name": name,
+        "engine": {"backend": "venv", "venv": "/opt/vllm", "gpus": "none"},
+        "model": {"path": "/srv/model", "served_name": "tiny"},
+        "args": {"max-model-len": 2048, "shutdown-timeout": 5},
+        "env": {"VLLM_ENGINE_READY_TIMEOUT_S": 40},
+        "timeouts": {"first_start": 60, "start": 60, "stop": 10, "drain": 5, "memory": 0},
+    }
+    for key, value in changes.items():
+        lane[key] = {**lane[key], **value} if key in lane else value
+    file = system.live_path(f"/etc/gpuguard/lanes/{name}.yaml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(lane))
+
+
+def lane(system: Machine, *words: str) -> dict[str, Any]:
+    done = system.gpuguard("--json", "lane", *words)
+    assert done.stdout, done.stderr
+    return {"status": done.returncode, **json.loads(done.stdout)}
+
+
+def front(system: Machine) -> int:
+    url = f"http://{_FRONT}/v1/models"
+    return int(system.run("/usr/bin/python3", "-c", _ASK, url).stdout)
+
+
+def is_active(system: Machine, name: str) -> bool:
+    return system.systemctl("is-active", f"lane-{name}.service", check=False) == "active"
+
+
+def environment(system: Machine, name: str) -> str:
+    pid = system.show(f"lane-{name}.service", "MainPID")
+    return system.run("cat", f"/proc/{pid}/environ").stdout
+
+
+def test_a_lane_that_requires_p2p_starts_behind_an_open_gate(system: Machine) -> None:
+    assert front(system) == 503
+    system.systemctl("start", "gpuguard-verify.service")
+    done = lane(system, "switch", "b")
+    assert (done["status"], done["outcome"], front(system)) == (0, "promoted", 200), str(
+        done["reasons"]
+    )
+    assert "NCCL_P2P_DISABLE" not in environment(system, "b")
+    assert system.show("lane-b.service", "User") == "vllm"
+
+
+def test_forward_and_back(system: Machine) -> None:
+    done = lane(system, "switch", "a")
+    assert (done["status"], is_active(system, "a"), is_active(system, "b")) == (0, True, False)
+    back = lane(system, "rollback")
+    assert (back["status"], is_active(system, "a"), is_active(system, "b")) == (0, False, True)
+    assert front(system) == 200
+    assert lane(system, "status")["verdict"] == "ok"
+
+
+def test_running_the_gate_again_does_not_stop_the_lane(system: Machine) -> None:
+    before = system.show("lane-b.service", "MainPID")
+    system.systemctl("restart", "gpuguard-verify.service")
+    assert (system.show("lane-b.service", "MainPID"), front(system)) == (before, 200)
+
+
+def test_a_lane_that_cannot_start(system: Machine) -> None:
+    write_lane(system, "bad", env={"STUB_FATAL": "Engine core initialization failed"})
+    done = lane(system, "switch", "bad")
+    assert (done["status"], done["outcome"], front(system)) == (70, "rolled-back", 200), str(
+        done["reasons"]
+    )
+    assert "the engine gave up: " in done["reasons"][0]
+
+
+def test_an_engine_that_dies_is_started_again(system: Machine) -> None:
+    drop_in = system.live_path("/etc/systemd/system/lane-b.service.d/quick.conf")
+    drop_in.parent.mkdir()
+    drop_in.write_text("[Service]\nRestartSec=1\n")
+    system.systemctl("daemon-reload")
+    main = system.show("lane-b.service", "MainPID")
+    system.run("pkill", "-9", "-P", main)
+    system.wait_for(lambda: system.show("lane-b.service", "NRestarts") == "1", 30, "a restart")
+    system.wait_for(lambda: front(system) == 200, 30, "the lane")
+
+
+def test_after_a_reboot_it_serves_by_itself_behind_the_gate(system: Machine) -> None:
+    system.reboot()
+    system.wait_for(lambda: front(system) == 200, 60, "the lane")
+    assert is_active(system, "b")
+    assert "NCCL_P2P_DISABLE" not in environment(system, "b")
+    assert "ordering cycle" not in system.journal()
+    gate = int(system.show("gpuguard-verify.service", "ActiveEnterTimestampMonotonic"))
+    assert gate < int(system.show("lane-b.service", "ExecMainStartTimestampMonotonic"))
+
+
+def test_power_loss_in_the_middle_of_a_switch(system: Machine) -> None:
+    write_lane(system, "slow", env={"STUB_START_SECONDS": "600"},
+               timeouts={"first_start": 900, "stop": 10})  # fmt: skip
+    run = system.start("/opt/gpuguard/bin/gpuguard", "lane", "switch", "slow")
+    record = system.path("/var/lib/gpuguard/lanes/switch.json")
+    system.wait_for(lambda: record.exists() and '"ready"' in record.read_text(), 60, "the step")
+    system.cut_power()
+    run.kill()
+    run.communicate()
+    system.boot(system.base.old)
+    system.wait_for(lambda: front(system) == 200, 120, "the lane before")
+    assert is_active(system, "b")
+    entry = lane(system, "history")["switches"][-1]
+    assert (entry["outcome"], entry["serving"]) == ("rolled-back", entry["from"]), entry["reasons"]
+    assert not record.exists()
+
+
+def test_behind_a_shut_gate_it_stays_down_and_says_so(system: Machine) -> None:
+    with system.without_cards():
+        system.reboot()
+        system.wait_for(
+            lambda: "requires P2P, and is not started" in system.journal("-u", "lane-b.service"),
+            60, "the refusal",
+        )  # fmt: skip
+        assert front(system) == 503
+        codes = [notice["code"] for notice in lane(system, "status")["notices"]]
+        assert codes == ["lane-down", "lane-p2p-unproven"]
+        refused = lane(system, "switch", "b", "-n")
+        assert "lane-p2p-unproven" in [refusal["code"] for refusal in refused["refusals"]]
+        assert lane(system, "switch", "a")["outcome"] == "promoted"  # needs neither
+        assert front(system) == 200
