@@ -1,8 +1,10 @@
 # What people do with this repository; `make` alone lists it.
-# Parameters: PYTHON (interpreter for the virtual environment), PYTEST_ARGS, DEMO_ARGS.
+# Parameters: PYTHON (interpreter for the virtual environment), PYTEST_ARGS, DEMO_ARGS,
+# WORKERS (processes that run tests side by side; a file stays with one of them).
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+WORKERS ?= 2
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -40,7 +42,7 @@ demo: ## play the incident on this machine: no GPU, no root, nothing changed out
 test: ## set up, then run the whole suite, slow tests included
 	@$(MAKE) setup
 	@$(MAKE) venv
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-fast: $(STAMP) ## run the tests that take seconds
 	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
