@@ -91,7 +91,10 @@ def make_broken_dkms(folder: Path) -> Path:
         )
         (source / "dkms.conf").write_text(_BROKEN_CONF)
         # added, not built: on the host where it was installed it once compiled
-        scripts = {"postinst": "#!/bin/sh\nset -e\ndkms add othercard/1.0\n"}
+        scripts = {
+            "postinst": "#!/bin/sh\nset -e\ndkms add othercard/1.0\n",
+            "prerm": _PRERM.format(name="othercard", version="1.0"),
+        }
         return _build(folder, Path(work), BROKEN_PACKAGE, "1.0-1", "dkms", scripts)
 
 

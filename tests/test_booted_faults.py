@@ -48,6 +48,9 @@ def system(
         assert done.returncode == 0, done.stdout + done.stderr
         done = machine.gpuguard("rebuild")
         assert done.returncode == 0, done.stdout + done.stderr
+        quick = machine.path(f"/etc/systemd/system/{REBUILD}.d/quick.conf")
+        quick.parent.mkdir()
+        quick.write_text("[Service]\nRestartSec=2s\n")
         machine.reboot()
         wait_until_idle(machine)
         yield machine
@@ -100,7 +103,7 @@ def test_two_triggers_at_once_are_one_rebuild(system: Machine) -> None:
     out, err = by_hand.communicate(timeout=120)
     assert by_hand.returncode == 0, out + err
     wait_until_ready(system, system.base.old)
-    assert since.count(BUILT) + (out + err).count(BUILT) == 1
+    assert since.count(BUILT) + out.count(f"{system.base.old}: patched in ") == 1
 
 
 def test_a_run_waits_for_dpkg_and_keeps_the_request(system: Machine) -> None:
