@@ -377,6 +377,10 @@ class LaneHost:
         )  # fmt: skip
         wait_for(lambda: self.ask(self.front_port, "/health")[0] != 0, "the front")
 
+    @property
+    def has_front(self) -> bool:
+        return self._proxy is not None and self._proxy.poll() is None
+
     def stop_front(self) -> None:
         if self._proxy is not None:
             self._proxy.kill()
@@ -399,6 +403,25 @@ class LaneHost:
     def front(self) -> int:
         """Status of the front."""
         return self.ask(self.front_port)[0]
+
+
+def settle(host: LaneHost, **lanes: dict[str, Any]) -> LaneHost:
+    """A host that tests share, as new: these lanes alone, the first one serves behind the front."""
+    for folder, pattern in (("etc/gpuguard/lanes", "*"), ("run/gpuguard", "proof.json"),
+                            ("etc/systemd/system", "lane-*.d/broken.conf")):  # fmt: skip
+        for file in (host.root / folder).glob(pattern):
+            file.unlink()
+    host.systemctl("daemon-reload")
+    for name, changes in lanes.items():
+        host.lane(name, **changes)
+    if not host.has_front:
+        host.start_front()
+    first = next(iter(lanes))
+    host.run("lane", "resume")
+    if (host.state("active") or {}).get("lane_id") != host.lane_id(first) or not host.serving():
+        assert host.switch(first)["outcome"] == "promoted"
+    wait_for(lambda: host.front() == 200, "the first lane")
+    return host
 
 
 class Running:
@@ -467,6 +490,15 @@ def made(root: Path) -> Iterator[LaneHost]:
         yield host
     finally:
         host.tear_down()
+
+
+@pytest.fixture(scope="module")
+def shared_lane_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaneHost]:
+    """A machine for all tests of a module, to be settled before each."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root for a mount namespace: run as root")
+    with made(tmp_path_factory.mktemp("lanes") / "host") as host:
+        yield host
 
 
 @pytest.fixture

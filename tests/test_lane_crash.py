@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.lanekit import LaneHost, wait_for
+from tests.lanekit import LaneHost, settle, wait_for
 
 pytestmark = pytest.mark.slow
 #: More renames than a switch makes: how many there are is counted by going on until none is left.
@@ -16,12 +16,8 @@ _MANY = 60
 @pytest.fixture
 def two(lane_host: LaneHost) -> LaneHost:
     """Lanes a and b, known to this host, behind the front; a serves."""
-    for name in ("b", "a"):
-        lane_host.lane(name)
-    lane_host.start_front()
-    for name in ("b", "a"):
-        assert lane_host.switch(name)["outcome"] == "promoted"
-    return lane_host
+    settle(lane_host, b={}, a={})
+    return settle(lane_host, a={}, b={})
 
 
 def back_to_a(host: LaneHost) -> None:

@@ -11,19 +11,22 @@ from typing import Any
 import pytest
 
 from gpuguard.serving.engine import Engine
-from tests.lanekit import LaneHost, free_port, wait_for
+from tests.lanekit import LaneHost, free_port, settle, wait_for
 
 pytestmark = pytest.mark.slow
 DIGEST = "localhost/vllm@sha256:" + "ab" * 32
 
 
 @pytest.fixture
-def served(lane_host: LaneHost) -> LaneHost:
+def served(shared_lane_host: LaneHost) -> LaneHost:
     """Lane a serves behind the front."""
-    lane_host.lane("a")
-    lane_host.start_front()
-    assert lane_host.switch("a")["outcome"] == "promoted"
-    return lane_host
+    return settle(shared_lane_host, a={})
+
+
+@pytest.fixture
+def fresh(lane_host: LaneHost) -> LaneHost:
+    """As ``served``, on a machine of the test's own."""
+    return settle(lane_host, a={})
 
 
 def refused(host: LaneHost, name: str) -> list[str]:
@@ -89,18 +92,18 @@ def test_a_port_that_somebody_else_has(served: LaneHost) -> None:
         assert refused(served, "b") == ["lane-port-taken"]
 
 
-def test_no_room_for_a_snapshot(served: LaneHost) -> None:
-    served.lane("b")
+def test_no_room_for_a_snapshot(fresh: LaneHost) -> None:
+    fresh.lane("b")
     folder = "/var/lib/gpuguard/lanes"
-    small = served.command(
+    small = fresh.command(
         "sh", "-c", f"cp -a {folder} /srv/kept && mount -t tmpfs -o size=512k none {folder} "
         f"&& cp -a /srv/kept/. {folder}",
     )  # fmt: skip
     assert small.returncode == 0, small.stderr
-    before = served.unit("lane-a.service")["MainPID"]
-    said = served.run("lane", "switch", "b")
+    before = fresh.unit("lane-a.service")["MainPID"]
+    said = fresh.run("lane", "switch", "b")
     assert (said.status, "[lane-disk-full]" in said.err) == (69, True), said.err
-    assert (served.unit("lane-a.service")["MainPID"], served.front()) == (before, 200)
+    assert (fresh.unit("lane-a.service")["MainPID"], fresh.front()) == (before, 200)
 
 
 def test_a_proxy_that_is_down(served: LaneHost) -> None:
@@ -267,83 +270,83 @@ def test_without_nvml_that_is_said(lane_host: LaneHost) -> None:
     assert any("memory is free is not known" in note for note in done["notes"])
 
 
-def test_a_driver_that_waits_for_a_reboot(served: LaneHost) -> None:
-    served.pretend_bus(1)
-    served.pretend_driver("580.95.05")
-    served.path("/var/lib/dpkg").mkdir(parents=True)
-    served.path("/var/lib/dpkg/status").write_text(
+def test_a_driver_that_waits_for_a_reboot(fresh: LaneHost) -> None:
+    fresh.pretend_bus(1)
+    fresh.pretend_driver("580.95.05")
+    fresh.path("/var/lib/dpkg").mkdir(parents=True)
+    fresh.path("/var/lib/dpkg/status").write_text(
         "Package: libnvidia-ml1\nStatus: install ok installed\nArchitecture: amd64\n"
         "Version: 580.99.01-1\n"
     )
-    served.lane("b", engine={"gpus": "all"})
-    assert refused(served, "b") == ["lane-reboot-pending"]
+    fresh.lane("b", engine={"gpus": "all"})
+    assert refused(fresh, "b") == ["lane-reboot-pending"]
 
 
 # --- P2P
 
 
-def test_p2p_that_is_required_needs_a_proof_of_this_boot(served: LaneHost) -> None:
-    served.pretend_bus(4)
+def test_p2p_that_is_required_needs_a_proof_of_this_boot(fresh: LaneHost) -> None:
+    fresh.pretend_bus(4)
     cards = {"engine": {"gpus": "all"}, "requires": {"p2p": "required"}}
-    served.lane("b", **cards, env={"NCCL_DEBUG": "INFO"})
-    assert refused(served, "b") == ["lane-p2p-unproven"]
-    served.prove(kernel="another")
-    assert refused(served, "b") == ["lane-p2p-unproven"]
-    served.prove(boot_id="another")
-    assert refused(served, "b") == ["lane-p2p-unproven"]
-    served.prove()
-    assert served.switch("b")["outcome"] == "promoted"
-    assert "NCCL_P2P_DISABLE" not in environment(served, "b")
+    fresh.lane("b", **cards, env={"NCCL_DEBUG": "INFO"})
+    assert refused(fresh, "b") == ["lane-p2p-unproven"]
+    fresh.prove(kernel="another")
+    assert refused(fresh, "b") == ["lane-p2p-unproven"]
+    fresh.prove(boot_id="another")
+    assert refused(fresh, "b") == ["lane-p2p-unproven"]
+    fresh.prove()
+    assert fresh.switch("b")["outcome"] == "promoted"
+    assert "NCCL_P2P_DISABLE" not in environment(fresh, "b")
 
 
-def test_p2p_that_is_preferred_is_off_without_a_proof(served: LaneHost) -> None:
-    served.pretend_bus(4)
-    served.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
-    done = served.switch("b")
+def test_p2p_that_is_preferred_is_off_without_a_proof(fresh: LaneHost) -> None:
+    fresh.pretend_bus(4)
+    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
+    done = fresh.switch("b")
     assert done["outcome"] == "promoted"
     assert any("starts with P2P off (NCCL_P2P_DISABLE=1)" in note for note in done["notes"])
-    assert environment(served, "b")["NCCL_P2P_DISABLE"] == "1"
-    assert [n["code"] for n in served.json("lane", "status")["notices"]] == ["lane-p2p-unproven"]
+    assert environment(fresh, "b")["NCCL_P2P_DISABLE"] == "1"
+    assert [n["code"] for n in fresh.json("lane", "status")["notices"]] == ["lane-p2p-unproven"]
 
 
-def test_after_a_boot_the_policy_decides_anew(served: LaneHost) -> None:
-    served.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
-    served.prove()
-    assert served.switch("b")["outcome"] == "promoted"
-    assert "NCCL_P2P_DISABLE" not in environment(served, "b")
-    served.boot()
-    served.start_front()
-    assert served.run("lane", "resume").status == 0
-    wait_for(lambda: served.front() == 200, "the lane is back")
-    assert environment(served, "b")["NCCL_P2P_DISABLE"] == "1"
+def test_after_a_boot_the_policy_decides_anew(fresh: LaneHost) -> None:
+    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
+    fresh.prove()
+    assert fresh.switch("b")["outcome"] == "promoted"
+    assert "NCCL_P2P_DISABLE" not in environment(fresh, "b")
+    fresh.boot()
+    fresh.start_front()
+    assert fresh.run("lane", "resume").status == 0
+    wait_for(lambda: fresh.front() == 200, "the lane is back")
+    assert environment(fresh, "b")["NCCL_P2P_DISABLE"] == "1"
 
 
-def test_after_a_boot_without_a_proof_a_lane_that_requires_it_stays_down(served: LaneHost) -> None:
-    served.lane("b", engine={"gpus": "all"}, requires={"p2p": "required"})
-    served.prove()
-    assert served.switch("b")["outcome"] == "promoted"
-    served.boot()
-    served.start_front()
-    assert served.run("lane", "resume").status == 0
-    wait_for(lambda: served.unit("lane-b.service").get("ActiveState") == "failed", "no start")
-    assert served.front() == 503
-    codes = [n["code"] for n in served.json("lane", "status")["notices"]]
+def test_after_a_boot_without_a_proof_a_lane_that_requires_it_stays_down(fresh: LaneHost) -> None:
+    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "required"})
+    fresh.prove()
+    assert fresh.switch("b")["outcome"] == "promoted"
+    fresh.boot()
+    fresh.start_front()
+    assert fresh.run("lane", "resume").status == 0
+    wait_for(lambda: fresh.unit("lane-b.service").get("ActiveState") == "failed", "no start")
+    assert fresh.front() == 503
+    codes = [n["code"] for n in fresh.json("lane", "status")["notices"]]
     assert codes == ["lane-down", "lane-p2p-unproven"]
 
 
-def test_the_p2p_cache_of_another_driver_is_moved_aside(served: LaneHost) -> None:
-    served.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
-    served.prove()
-    assert served.switch("b")["outcome"] == "promoted"
-    folder = served.path(f"/var/cache/gpuguard/lanes/{served.lane_id('b')}")
+def test_the_p2p_cache_of_another_driver_is_moved_aside(fresh: LaneHost) -> None:
+    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
+    fresh.prove()
+    assert fresh.switch("b")["outcome"] == "promoted"
+    folder = fresh.path(f"/var/cache/gpuguard/lanes/{fresh.lane_id('b')}")
     cache = folder / "gpu_p2p_access_cache_for_0,1,2,3.json"
     cache.write_text("{}")
-    assert served.switch("a")["outcome"] == "promoted"
-    assert served.switch("b")["outcome"] == "promoted"
+    assert fresh.switch("a")["outcome"] == "promoted"
+    assert fresh.switch("b")["outcome"] == "promoted"
     assert cache.exists()  # nothing has changed
-    assert served.switch("a")["outcome"] == "promoted"
-    served.prove(cards=["GPU-0", "GPU-1", "GPU-2", "GPU-9"])
-    assert served.switch("b")["outcome"] == "promoted"
+    assert fresh.switch("a")["outcome"] == "promoted"
+    fresh.prove(cards=["GPU-0", "GPU-1", "GPU-2", "GPU-9"])
+    assert fresh.switch("b")["outcome"] == "promoted"
     assert not cache.exists()
     assert len(list(folder.glob("gpu_p2p_access_cache_for_*.outdated-*"))) == 1
 
