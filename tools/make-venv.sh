@@ -23,6 +23,6 @@ command -v "$python" >/dev/null ||
 # A half-made environment would look finished to the next run.
 trap '[[ $? -eq 0 ]] || rm -rf "$folder"' EXIT
 "$python" -m venv --clear "$folder"
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable '.[dev,deep]' ||
+"$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable '.[dev,deep,ansible]' ||
     die "pip could not install the project; its own message is above" \
         "it needs a Python package index: set PIP_INDEX_URL if yours is not the default"

@@ -1,0 +1,156 @@
+"""The Ansible roles as texts: linted, their arguments documented, their promises kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpuguard import __version__
+from tests import ansible_kit
+from tests.ansible_kit import ANSIBLE
+
+ROLES = sorted(path.name for path in (ANSIBLE / "roles").iterdir())
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def specs_of(role: str) -> dict[str, Any]:
+    """Entry point -> what is documented of it."""
+    return dict(load(ANSIBLE / f"roles/{role}/meta/argument_specs.yml")["argument_specs"])
+
+
+def tasks_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Every task of a file, those of blocks, too."""
+
+    def walk(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for task in tasks:
+            yield task
+            for key in ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks"):
+                yield from walk(task.get(key, []))
+
+    return walk(load(path))
+
+
+def every_task() -> Iterator[tuple[str, dict[str, Any]]]:
+    shapes = ("*.yml", "tasks/*.yml", "roles/*/tasks/*.yml", "roles/*/handlers/*.yml")
+    for path in sorted(path for shape in shapes for path in ANSIBLE.glob(shape)):
+        if path.name == "requirements.yml":
+            continue
+        for task in tasks_of(path):
+            yield str(path.relative_to(ANSIBLE)), task
+
+
+@pytest.mark.slow
+def test_ansible_lint_finds_nothing_in_its_production_profile() -> None:
+    done = subprocess.run(
+        [ansible_kit.tool("ansible-lint"), "--nocolor"],
+        cwd=ANSIBLE, text=True, capture_output=True, check=False,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    assert "Profile 'production' was required" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_documented_arguments_are_the_defaults(role: str) -> None:
+    defaults = load(ANSIBLE / f"roles/{role}/defaults/main.yml") or {}
+    for name, entry in specs_of(role).items():
+        options = entry["options"]
+        documented = {key: spec["default"] for key, spec in options.items() if "default" in spec}
+        required = {key for key, spec in options.items() if spec.get("required")}
+        assert documented == defaults, f"{role}, {name}"
+        assert set(options) == set(defaults) | required
+        for key, spec in options.items():
+            assert key.startswith(f"{role}_")
+            assert spec["description"].strip().endswith(".")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_entry_point_has_its_tasks(role: str) -> None:
+    for name in specs_of(role):
+        assert (ANSIBLE / f"roles/{role}/tasks/{name}.yml").is_file()
+
+
+def test_every_variable_of_the_roles_is_in_the_readme() -> None:
+    text = (ANSIBLE / "README.md").read_text()
+    for role in ROLES:
+        defaults = load(ANSIBLE / f"roles/{role}/defaults/main.yml") or {}
+        assert [key for key in defaults if f"`{key}`" not in text] == []
+
+
+def test_the_roles_install_the_version_that_they_belong_to() -> None:
+    assert load(ANSIBLE / "roles/gpuguard/defaults/main.yml")["gpuguard_version"] == __version__
+
+
+def test_pinned_versions_are_within_what_gpuguard_asks_for() -> None:
+    from packaging.requirements import Requirement
+
+    lines = (ANSIBLE / "roles/gpuguard/files/constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    lowered = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
+    project = ansible_kit.project()
+    for text in project["dependencies"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(lowered[requirement.name.lower()]), text
+
+
+def test_nothing_is_said_to_the_running_kernel() -> None:
+    # CASES C59: facts describe yesterday's kernel
+    texts = {p: p.read_text() for p in ANSIBLE.rglob("*") if p.is_file() and p.suffix != ".md"}
+    pattern = re.compile(r"ansible_kernel|ansible_facts\W+kernel|uname")
+    assert [str(path) for path, text in texts.items() if pattern.search(text)] == []
+
+
+def test_holds_are_gpuguards_business() -> None:
+    for where, task in every_task():
+        assert "ansible.builtin.dpkg_selections" not in task, where
+        apt = task.get("ansible.builtin.apt", {})
+        loose = ("force", "upgrade", "allow_change_held_packages", "allow_downgrade")
+        assert [key for key in loose if apt.get(key)] == [], where
+        assert "apt-mark" not in str(task), where
+
+
+def test_a_reboot_waits_for_gpuguards_word() -> None:
+    reboots = [(where, task) for where, task in every_task() if "ansible.builtin.reboot" in task]
+    assert len(reboots) == 2
+    for where, task in reboots:
+        condition = str(task["when"])
+        assert re.search(r"reboot\.required|is_waiting", condition), where
+        assert ".safe" in condition, where
+
+
+def test_systemd_is_not_told_to_reload_everything() -> None:
+    # CASES C57: a reload takes the cards away from running containers
+    for where, task in every_task():
+        unit = task.get("ansible.builtin.systemd_service", {})
+        assert not unit.get("daemon_reload") or where.endswith("handlers/main.yml"), where
+
+
+def test_secrets_are_in_no_output() -> None:
+    secrets = {
+        name
+        for role in ROLES
+        for entry in specs_of(role).values()
+        for name, spec in entry["options"].items()
+        if spec.get("no_log")
+    }
+    assert secrets
+    users = [
+        (where, task)
+        for where, task in every_task()
+        if any(name in str({k: v for k, v in task.items() if k not in ("when", "block")})
+               for name in (*secrets, "__monitoring_alertmanager"))
+    ]  # fmt: skip
+    writers = [(where, task) for where, task in users if "ansible.builtin.copy" in task]
+    assert writers
+    assert [where for where, task in writers if task.get("no_log") is not True] == []
