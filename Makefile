@@ -6,6 +6,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
+MARKS ?= not vm
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv setup demo test test-fast test-vllm docs lint bench man clean
+.PHONY: help venv setup demo test test-vm test-fast test-vllm docs lint bench man clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,10 +40,13 @@ demo: ## play the incident on this machine: no GPU, no root, nothing changed out
 	@$(MAKE) venv
 	@$(BIN)/gpuguard demo $(DEMO_ARGS)
 
-test: ## set up, then run the whole suite, slow tests included
+test: ## set up, then run the suite, slow tests included, all but the virtual machine
 	@$(MAKE) setup
 	@$(MAKE) venv
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m '$(MARKS)' $(PYTEST_ARGS)
+
+test-vm: ## a virtual machine that reboots into a new kernel: minutes of software emulation
+	@$(MAKE) test MARKS=vm
 
 test-fast: $(STAMP) ## run the tests that take seconds
 	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
