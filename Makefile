@@ -1,6 +1,7 @@
 # What people do with this repository; `make` alone lists it.
 # Parameters: PYTHON (interpreter for the virtual environment), PYTEST_ARGS, DEMO_ARGS,
-# WORKERS (processes that run tests side by side; a file stays with one of them).
+# WORKERS (processes that run tests side by side; a file stays with one of them),
+# MARKS (which tests `make test` runs; MARKS= for all, as CI does).
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
