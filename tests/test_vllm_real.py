@@ -138,18 +138,21 @@ def real(host: LaneHost) -> dict[str, Any]:
     """Lane a, started for the first time, and all that the contract is about."""
     done = host.switch("a")
     assert (done["status"], done["outcome"]) == (0, "promoted"), done
+    said = conversation(host)  # first: metrics of requests are there once there were some
     metrics = Engine(host.port).get("/metrics").text
-    log = log_of(host, "a")
-    return {"done": done, "metrics": metrics, "log": log, "said": conversation(host)}
+    return {"done": done, "metrics": metrics, "log": log_of(host, "a"), "said": said}
 
 
 def test_stub_and_real_server_are_alike(host: LaneHost, real: dict[str, Any]) -> None:
     golden = set(GOLDEN.read_text().splitlines())
-    assert families(real["metrics"]) == golden
+    if os.environ.get("GPUGUARD_WRITE_GOLDEN"):
+        GOLDEN.write_text("\n".join(sorted(families(real["metrics"]))) + "\n")
+        golden = families(real["metrics"])
+    assert sorted(families(real["metrics"])) == sorted(golden)
     assert host.switch("stub")["outcome"] == "promoted"
-    metrics, log = Engine(host.port).get("/metrics").text, log_of(host, "stub")
-    assert families(metrics) == golden
     assert conversation(host) == real["said"]
+    metrics, log = Engine(host.port).get("/metrics").text, log_of(host, "stub")
+    assert sorted(families(metrics)) == sorted(golden)
     for text in (real["log"], log):
         assert re.search(".*".join(LOG), text, re.DOTALL), text
     sizes = {pool_tokens(m, t.splitlines()) for m, t in ((real["metrics"], real["log"]),
@@ -173,7 +176,7 @@ def test_forward_and_back(host: LaneHost, real: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"args": {"dtype": "nonsense"}}, "ended (exit-code"),
+        ({"args": {"dtype": "nonsense"}}, "argument --dtype: invalid choice"),
         ({"gate": {"canary": [{"prompt": "The capital of France is", "expect": "Paris"}]}},
          "gate fail: canary 1: answered"),
         ({"expect": {"kv_tokens": 1000000}}, "1000000 are expected"),
