@@ -10,6 +10,7 @@ import difflib
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -218,17 +219,55 @@ def test_apt_works_when_the_program_is_gone_and_its_hooks_are_not(system: Machin
     assert system.systemctl("is-active", "gpuguard-rebuild.path") == "active"
 
 
+HANGING_SMI = "#!/bin/sh\ntrap '' TERM INT\nsleep 1000 &\nwhile :; do sleep 1000; done\n"
+
+
 def test_nvidia_smi_that_hangs_does_not_hold_the_gate_up(system: Machine) -> None:
-    smi = system.path("/usr/bin/nvidia-smi")
-    smi.write_text("#!/bin/sh\ntrap '' TERM INT\nsleep 1000 &\nwhile :; do sleep 1000; done\n")
-    smi.chmod(0o755)
-    system.systemctl("stop", GATE)
-    began = time.monotonic()
-    system.systemctl("start", GATE, check=False)
-    assert time.monotonic() - began < 120
-    smi.unlink()
-    assert system.run("pgrep", "-f", "nvidia-smi", check=False).stdout == ""
+    with hanging_nvidia_smi(system):
+        system.systemctl("stop", GATE)
+        began = time.monotonic()
+        system.systemctl("start", GATE, check=False)
+        assert time.monotonic() - began < 120  # it has a limit at all
+        assert system.run("pgrep", "-f", "nvidia-smi", check=False).stdout == ""
     system.systemctl("reset-failed")
+
+
+def test_kill_9_of_the_gate_leaves_no_process_and_it_can_be_started_again(system: Machine) -> None:
+    with hanging_nvidia_smi(system):
+        system.systemctl("stop", GATE)
+        system.systemctl("start", "--no-block", GATE)
+        system.wait_for(
+            lambda: system.run("pgrep", "-f", "nvidia-smi", check=False).stdout, 60, "it asks"
+        )
+        system.systemctl("kill", "--kill-who=main", "-s", "KILL", GATE)
+        system.wait_for(lambda: system.show(GATE, "ActiveState") == "failed", 60, "it is dead")
+        assert system.run("pgrep", "-f", "nvidia-smi", check=False).stdout == ""
+        assert not system.live_path("/run/gpuguard/proof.json").exists()
+    system.systemctl("start", GATE)
+    assert system.live_path("/run/gpuguard/proof.json").exists()
+
+
+def test_kill_9_of_the_daemon_is_over_in_seconds(system: Machine) -> None:
+    system.systemctl("kill", "--kill-who=main", "-s", "KILL", "gpuguard.service")
+    system.wait_for(
+        lambda: (
+            system.show("gpuguard.service", "ActiveState") == "active"
+            and system.show("gpuguard.service", "NRestarts") == "1"
+        ),
+        60,
+        "it is back",
+    )
+
+
+@contextmanager
+def hanging_nvidia_smi(system: Machine) -> Iterator[None]:
+    smi = system.path("/usr/bin/nvidia-smi")
+    smi.write_text(HANGING_SMI)
+    smi.chmod(0o755)
+    try:
+        yield
+    finally:
+        smi.unlink()
 
 
 def test_no_card_at_all_shuts_the_gate_and_nothing_else(system: Machine) -> None:
