@@ -10,12 +10,10 @@ import pytest
 
 from gpuguard.core.facts import DriverFacts
 from gpuguard.proof import Proof
-from gpuguard.serving.alignment import ModelShape, aligned_block, parse_shape
 from gpuguard.serving.front_config import Route, commands, parse_listen, parse_route, render_front
 from gpuguard.serving.history import duration_text, expected_seconds
-from gpuguard.serving.lane import Lane, arguments, lane_adapter
+from gpuguard.serving.lane import arguments
 from gpuguard.serving.lane_file import InvalidLaneError, parse_lane
-from gpuguard.serving.lint import Surroundings, lint
 from gpuguard.serving.machine import Outcome, Role, Step, Switch, advance, interrupt, recover
 from gpuguard.serving.p2p_policy import decide
 from gpuguard.serving.reading import (
@@ -26,41 +24,8 @@ from gpuguard.serving.reading import (
     pool_tokens,
     transports,
 )
-from gpuguard.serving.sight import known_flags
 from gpuguard.serving.smoke import is_degenerate
-
-IMAGE = "localhost/vllm@sha256:" + "ab" * 32
-SHAPE = ModelShape(
-    kv_heads=2, head_dim=256, key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv=4
-)
-
-
-def make_lane(**changes: Any) -> Lane:
-    base: dict[str, Any] = {
-        "name": "int4",
-        "engine": {"backend": "quadlet", "image": IMAGE},
-        "model": {"path": "/srv/m", "served_name": "m", "manifest_sha256": "cd" * 32},
-        "args": {
-            "tensor-parallel-size": 4,
-            "disable-custom-all-reduce": True,
-            "max-model-len": 220000,
-            "shutdown-timeout": 120,
-        },
-        "env": {"NCCL_P2P_LEVEL": "SYS", "VLLM_ENGINE_READY_TIMEOUT_S": 1800},
-        "requires": {"p2p": "required"},
-    }
-    for key, value in changes.items():
-        known = base.get(key)
-        both = isinstance(value, dict) and isinstance(known, dict)
-        merged = {**known, **value} if both and known is not None else value
-        base[key] = {k: v for k, v in merged.items() if v is not None} if both else merged
-    return lane_adapter().validate_python(base)
-
-
-KNOWN = Surroundings(
-    cards=4, flags=known_flags(), lanes=frozenset({"int4", "fp8"}), nvlink=False, shape=SHAPE
-)
-
+from tests.test_lane_lint import make_lane
 
 # --- the state machine
 
@@ -174,105 +139,6 @@ def test_an_interruption_never_promotes_what_was_not_gated(step: Step) -> None:
         Step.DRAIN: Outcome.REFUSED, Step.UNDRAIN: Outcome.REFUSED,
     }  # fmt: skip
     assert end.outcome is expected.get(step, Outcome.ROLLED_BACK)
-
-
-# --- the linter
-
-
-@pytest.mark.parametrize(
-    ("changes", "known", "code", "severity"),
-    [
-        ({"engine": {"image": "localhost/vllm:latest"}}, {}, "lane-image-floating", "error"),
-        ({"engine": {"image": "localhost/vllm"}}, {}, "lane-image-floating", "error"),
-        (
-            {"engine": {"image": "localhost/vllm@sha256:" + "0" * 64}},
-            {},
-            "lane-image-placeholder",
-            "error",
-        ),
-        ({"args": {"load-format": "dummy"}}, {}, "lane-dummy-weights", "error"),
-        ({"args": {"shutdown-timeout": 0}}, {}, "lane-shutdown-timeout", "error"),
-        ({"args": {"shutdown-timeout": None}}, {}, "lane-shutdown-timeout", "error"),
-        ({"args": {"shutdown-timeout": 200}}, {}, "lane-stop-timeout", "error"),
-        ({"args": {"tensor-parallel-size": 8}}, {}, "lane-too-few-cards", "error"),
-        ({}, {"cards": None}, "lane-cards-unknown", "warning"),
-        ({"args": {"kv-cache-dtipe": "fp8"}}, {}, "lane-flag-unknown", "warning"),
-        ({"args": {"port": 9}}, {}, "lane-argument-reserved", "error"),
-        ({"args": {"api-key": "x"}}, {}, "lane-secret", "error"),
-        (
-            {"args": {"block-size": 800, "kv-cache-dtype": "int4_per_token_head",
-                      "mamba-ssm-cache-dtype": "bfloat16"}},
-            {},
-            "lane-block-size",
-            "warning",
-        ),
-        ({"timeouts": {"first_start": 900}}, {}, "lane-start-timeout", "error"),
-        ({"env": {"VLLM_ENGINE_READY_TIMEOUT_S": None}}, {}, "lane-engine-timeout", "warning"),
-        ({"env": {"VLLM_ENGINE_READY_TIMEOUT_S": 380.0}}, {}, "lane-engine-timeout", "error"),
-        ({"expect": {"kv_tokens": 200000}}, {}, "lane-model-len", "error"),
-        ({}, {"pool_tokens": 200000}, "lane-model-len", "error"),
-        (
-            {"args": {"disable-custom-all-reduce": None}},
-            {},
-            "lane-custom-all-reduce",
-            "warning",
-        ),
-        ({"env": {"NCCL_P2P_LEVEL": None}}, {}, "lane-nccl-level", "warning"),
-        ({"env": {"NCCL_P2P_LEVEL": "NODE"}}, {}, "lane-nccl-level", "warning"),
-        ({"env": {"NCCL_P2P_DISABLE": 1}}, {}, "lane-p2p-disabled", "error"),
-        ({"env": {"VLLM_SKIP_P2P_CHECK": 0}}, {}, "lane-p2p-check", "warning"),
-        ({"engine": {"gpus": "none"}}, {}, "lane-p2p-without-cards", "error"),
-        ({"model": {"manifest_sha256": None}}, {}, "lane-model-unpinned", "warning"),
-        ({"fallback": ["nope"]}, {}, "lane-fallback-unknown", "error"),
-        ({"fallback": ["int4"]}, {}, "lane-fallback-unknown", "error"),
-    ],
-)  # fmt: skip
-def test_what_the_linter_finds(
-    changes: dict[str, Any], known: dict[str, Any], code: str, severity: str
-) -> None:
-    found = lint(make_lane(**changes), replace(KNOWN, **known))
-    assert [(p.code, p.severity) for p in found] == [(code, severity)]
-    assert all(p.message and p.remedy for p in found)
-
-
-def test_a_good_lane_has_no_problems() -> None:
-    assert lint(make_lane(), KNOWN) == ()
-    quiet = {"env": {"NCCL_P2P_LEVEL": None}, "args": {"disable-custom-all-reduce": None}}
-    assert lint(make_lane(**quiet), replace(KNOWN, nvlink=True)) == ()
-
-
-@pytest.mark.parametrize(
-    ("tensor_parallel", "kv", "state", "given", "expected"),
-    [
-        (4, "int4_per_token_head", "bfloat16", 800, 1600),
-        (4, "int4_per_token_head", "bfloat16", None, 1552),
-        (4, "int4_per_token_head", "bfloat16", 1600, 1600),
-        (4, "fp8", "bfloat16", None, 800),
-        (4, "bfloat16", "auto", None, 784),
-        (4, "bfloat16", "bfloat16", 400, 400),
-        (4, "something-new", "auto", 800, None),
-    ],
-)
-def test_the_block_size_that_vllm_really_uses(
-    tensor_parallel: int, kv: str, state: str, given: int | None, expected: int | None
-) -> None:
-    size = aligned_block(
-        SHAPE, tensor_parallel=tensor_parallel, kv_dtype=kv, state_dtype=state, block_size=given
-    )
-    assert size == expected
-
-
-def test_the_shape_comes_from_the_model() -> None:
-    config = {
-        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    }  # fmt: skip
-    assert parse_shape({"text_config": config}) == SHAPE
-    assert parse_shape({**config, "mamba_ssm_dtype": "bfloat16"}) == replace(
-        SHAPE, state_dtype="bfloat16"
-    )
-    assert parse_shape({"num_key_value_heads": 2}) is None
 
 
 # --- the file
