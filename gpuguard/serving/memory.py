@@ -17,7 +17,7 @@ from gpuguard.probes.cards_nvml import probe_nvml_cards
 from gpuguard.serving.store import read_baseline, write_baseline
 
 _MARGIN = 512 << 20
-_UNKNOWN_BASELINE = 1 << 30
+_UNKNOWN_BASELINE = 2 << 30
 _POLL_SECONDS = 1.0
 
 
@@ -32,16 +32,16 @@ class MemoryView:
 def still_in_use(
     cards: Iterable[NvmlCard], baseline: dict[str, int], margin: int = _MARGIN
 ) -> Iterator[str]:
-    """What keeps each card from being free."""
+    """What keeps each card from being free. Processes alone do not: a display has some, too."""
     for card in cards:
-        if card.processes:
+        if card.memory_used_bytes is None:
+            continue
+        allowed = baseline.get(card.uuid, _UNKNOWN_BASELINE - margin) + margin
+        if card.memory_used_bytes > allowed:
+            used, limit = card.memory_used_bytes >> 20, allowed >> 20
             pids = ", ".join(map(str, card.processes))
-            yield f"{card.bus_id} is used by process {pids}"
-        elif card.memory_used_bytes is not None:
-            allowed = baseline.get(card.uuid, _UNKNOWN_BASELINE - margin) + margin
-            if card.memory_used_bytes > allowed:
-                used, limit = card.memory_used_bytes >> 20, allowed >> 20
-                yield f"{card.bus_id} has {used} MiB in use, at most {limit} are expected"
+            whose = f" (processes on it: {pids})" if pids else ""
+            yield f"{card.bus_id} has {used} MiB in use, at most {limit} are expected{whose}"
 
 
 def wait_until_free(host: Host, seconds: float) -> MemoryView:
@@ -58,12 +58,16 @@ def wait_until_free(host: Host, seconds: float) -> MemoryView:
 
 
 def remember_baseline(host: Host) -> None:
-    """While no lane runs: keep what the cards have in use."""
+    """While no lane runs: keep the least that the cards were ever seen to have in use."""
     cards, problem = _look(host)
-    if problem is None and not any(card.processes for card in cards):
-        used = {c.uuid: c.memory_used_bytes for c in cards if c.memory_used_bytes is not None}
-        if used:
-            write_baseline(host, used)
+    known = read_baseline(host)  # the least: else what leaks at each switch would become usual
+    used = {
+        card.uuid: min(card.memory_used_bytes, known.get(card.uuid, card.memory_used_bytes))
+        for card in cards
+        if card.memory_used_bytes is not None
+    }
+    if problem is None and used:
+        write_baseline(host, used)
 
 
 def _look(host: Host) -> tuple[tuple[NvmlCard, ...], str | None]:
