@@ -53,7 +53,7 @@ ExecStart=mount --bind /srv/lab/kernel/driver /proc/driver
 ExecStart=mount --bind /srv/lab/kernel/module /sys/module
 ExecStart=mount --bind /srv/lab/kernel/pci /sys/bus/pci/devices
 ExecStart=/srv/lab/nodes
-ExecStart=cp /proc/sys/kernel/random/boot_id /run/lab-boot-id
+ExecStart=/srv/lab/boot-id
 """
 # Units that protect kernel tunables or cgroups get a /proc of their own, without those mounts.
 _DROP_IN = """[Service]
@@ -64,6 +64,14 @@ BindReadOnlyPaths=/srv/lab/kernel/pci:/sys/bus/pci/devices
 # The gate is one of them: without nspawn's mount it would see the machine's boot, not this one.
 _DROP_IN_OF_GATE = """[Service]
 BindReadOnlyPaths=/run/lab-boot-id:/proc/sys/kernel/random/boot_id
+"""
+# nspawn mounts a deleted file there, on which nothing else can be mounted.
+_BOOT_ID = """\
+#!/bin/sh
+at=/proc/sys/kernel/random/boot_id
+cp $at /run/lab-boot-id
+while umount $at 2>/dev/null; do :; done
+exec mount --bind /run/lab-boot-id $at
 """
 # Device nodes as udev and nvidia-modprobe make them once the driver has bound its cards.
 _NODES = """\
@@ -350,6 +358,7 @@ def _furnish(root: Path) -> None:
     for kind in ("postinst", "postrm"):
         _script(root / f"etc/kernel/{kind}.d/zzz-update-grub-in-container", _UPDATE_GRUB)
     _script(root / "srv/lab/nodes", _NODES)
+    _script(root / "srv/lab/boot-id", _BOOT_ID)
     with mounted(root):
         chroot(root, "dpkg-divert", "--local", "--rename", "--add", "/usr/sbin/grub-probe")
         _script(root / "usr/sbin/grub-probe", _GRUB_PROBE)
