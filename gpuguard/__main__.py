@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import sys
+import traceback
 from types import FrameType
 
-from gpuguard.errors import GpuguardError, Interrupted
+from gpuguard.errors import GpuguardError, InternalError, Interrupted, unwritable
 
 
 def main() -> None:
@@ -46,6 +47,11 @@ def _run() -> int:
         return output.conclude(error.exit_status)
     except SystemExit as error:
         return output.conclude(error.code if isinstance(error.code, int) else 0)
+    except Exception as error:  # noqa: BLE001 - whatever it is, 1 would mean something else
+        traceback.print_exc()
+        failure = _unforeseen(error)
+        _report(failure, typer.echo)
+        return output.conclude(failure.exit_status)
     return output.conclude(0)
 
 
@@ -58,6 +64,15 @@ def _json_first(argv: list[str]) -> list[str]:
 
 def _interrupt(signum: int, _frame: FrameType | None) -> None:
     raise Interrupted(signum)
+
+
+def _unforeseen(error: Exception) -> GpuguardError:
+    if isinstance(error, OSError):
+        return unwritable(error)
+    return InternalError(
+        f"an error that gpuguard does not know: {type(error).__name__}: {error}",
+        hint="please report it with the lines above; gpuguard status says what is to do",
+    )
 
 
 def _report(error: GpuguardError, echo: object) -> None:

@@ -184,8 +184,8 @@ class AutomaticConfig:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     rebuild: bool = True
-    # apt may work for long; a run that gave up comes again.
-    lock_timeout_seconds: Annotated[float, Field(ge=0)] = 1800.0
+    # apt may work for long; a run that gave up comes again, at once.
+    lock_timeout_seconds: Annotated[float, Field(ge=5)] = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ status (sysexits(3) for verbs that act) and a ``hint``: what the operator can do
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -117,11 +118,27 @@ class StateError(GpuguardError):
     exit_status = os.EX_IOERR
 
 
+def unwritable(error: OSError) -> StateError:
+    """What the system said about a file of ours, as an error for a person."""
+    return StateError(
+        f"{error.filename or 'a file'}: {error.strerror}",
+        code="disk-full" if error.errno == errno.ENOSPC else "write-failed",
+        hint="mend the disk (full? read-only?) and try again",
+    )
+
+
 class LockHeldError(GpuguardError):
     """Another gpuguard, apt, dpkg or dkms is at work; try again later."""
 
     code = "lock-held"
     exit_status = os.EX_TEMPFAIL
+
+
+class InternalError(GpuguardError):
+    """Something that this program did not foresee."""
+
+    code = "internal-error"
+    exit_status = os.EX_SOFTWARE
 
 
 class PrivilegeError(GpuguardError):

@@ -67,7 +67,7 @@ def test_a_failed_build_is_remembered_with_its_code(box: Box) -> None:
 
 
 def test_with_dpkg_at_work_it_gives_up_in_time_and_stays_queued(box: Box) -> None:
-    box.configure(automatic={"lock_timeout_seconds": 0.3})
+    box.configure(automatic={"lock_timeout_seconds": 5})
     queue(box)
     lock = box.path(DPKG_LOCK)
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -139,3 +139,27 @@ def test_what_dpkg_did_meanwhile_is_news_to_the_hooks(box: Box) -> None:
 def test_a_kernel_and_force_are_not_for_it(box: Box) -> None:
     assert box.run("rebuild", "--automatic", "--force").status == 2
     assert box.run("rebuild", "--automatic", "--kernel", K1).status == 2
+
+
+def test_a_full_disk_is_an_error_with_its_name(box: Box) -> None:
+    """``last-run.json`` cannot be written: not a traceback, and not exit status 1."""
+    box.rebuilt()
+    box.path(LAST_RUN).mkdir()
+    answer = box.run("rebuild", "--automatic")
+    assert answer.status == 74
+    assert "write-failed" in answer.err
+
+
+def test_what_dpkg_does_during_a_run_is_looked_at_again(box: Box) -> None:
+    """systemd drops what a path unit would have seen while the unit that it starts is at work."""
+    status = box.path("/var/lib/dpkg/status")
+    status.parent.mkdir(parents=True, exist_ok=True)
+    status.touch()
+    status.chmod(0o666)
+    os.utime(status, (1, 1))
+    makefile = box.path(f"/{SOURCE}/kernel-open/Makefile")
+    makefile.write_text(makefile.read_text() + f"\t@touch {status}\n")
+    assert box.json("rebuild", "--automatic").status == 0
+    assert box.path(QUEUE).exists()
+    assert box.json("rebuild", "--automatic").status == 0
+    assert not box.path(QUEUE).exists()

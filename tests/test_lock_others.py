@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from gpuguard.apply.lock import dkms_runs, exclusive, is_held
 from gpuguard.host import LocalHost
@@ -17,16 +20,23 @@ pytestmark = needs_root
 
 
 @contextmanager
-def called_dkms(*words: str, user: str | None = None) -> Iterator[None]:
+def called_dkms(*words: str, user: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
     line = f"exec -a dkms sh -c 'sleep 60; :' {' '.join(words)}"
     group = None if user is None else "nogroup"
     process = subprocess.Popen(["bash", "-c", line], user=user, group=group, start_new_session=True)
     time.sleep(0.3)
     try:
-        yield
+        yield process
     finally:
         subprocess.run(["kill", "-9", "--", f"-{process.pid}"], check=True)
         process.wait()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_users_process_is_no_dkms() -> None:
@@ -35,8 +45,29 @@ def test_a_users_process_is_no_dkms() -> None:
 
 
 def test_a_dkms_is_seen_beside_others() -> None:
-    with called_dkms("--a-tree"), called_dkms("install"):
-        assert dkms_runs(LocalHost("/"))
+    with called_dkms("--a-tree"), called_dkms("install") as process:
+        assert f"process {process.pid}" in dkms_runs(LocalHost("/"))
+
+
+def test_who_only_looks_at_dkms_is_no_dkms(tmp_path: Path) -> None:
+    hook = tmp_path / "dkms"
+    hook.write_text("#!/bin/sh\nsleep 60\n")
+    hook.chmod(0o755)
+    with called_dkms("status"):
+        assert not dkms_runs(LocalHost("/"))
+    for words in (["tail", "-f", str(hook)], ["watch", "dkms", "install"]):
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            assert not dkms_runs(LocalHost("/"))
+        finally:
+            process.kill()
+            process.wait()
+    process = subprocess.Popen([hook, "6.1.0-50-amd64"], start_new_session=True)
+    try:
+        wait_until(lambda: dkms_runs(LocalHost("/")))
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_nobody_else_can_lock(box: Box) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import shlex
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ _DPKG_LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock")
 _POLL_SECONDS = 0.2
 _LONGEST_POLL_SECONDS = 3.0
 _OURS_ALONE = 0o600
+_SHELLS = frozenset({"bash", "dash", "sh"})
+_ONLY_LOOKS = frozenset({"status", "--version", "-V", "--help", "-h"})
 
 
 @contextmanager
@@ -101,13 +104,14 @@ def wait_for_package_tools(host: Host, timeout: float) -> None:
         return not any(_is_posix_locked(host.path(lock)) for lock in _DPKG_LOCKS)
 
     _wait_until(is_free, timeout, "apt or dpkg is at work")
-    _wait_until(lambda: not dkms_runs(host), timeout, "dkms is at work")
+    _wait_until(lambda: not dkms_runs(host), timeout, lambda: f"{dkms_runs(host)} is at work")
 
 
-def dkms_runs(host: Host) -> bool:
-    """True if a dkms process works on this root (dkms 3.0 has no lock of its own).
+def dkms_runs(host: Host) -> str:
+    """The dkms that works on this root, with its pid; "" if none does.
 
-    Only one that could change it: anybody may call a process dkms.
+    dkms 3.0 has no lock of its own. Only one that could change the root counts: anybody may
+    call a process dkms, and people look at its files.
     """
     import psutil
 
@@ -116,11 +120,17 @@ def dkms_runs(host: Host) -> bool:
         words, uids = process.info["cmdline"] or [], process.info["uids"]
         if uids is None or uids.effective not in able:
             continue
-        if any(Path(word).name == "dkms" for word in words[:3]) and _is_for(
-            host, process.info["pid"], words
-        ):
-            return True
-    return False
+        if _is_dkms(words) and _is_for(host, process.info["pid"], words):
+            return f"dkms ({shlex.join(words)[:200]}, process {process.info['pid']})"
+    return ""
+
+
+def _is_dkms(words: list[str]) -> bool:
+    """Dkms is a script: ``/bin/bash /usr/sbin/dkms install …``, or a hook of that name."""
+    names = [Path(word).name for word in words]
+    if names and names[0] in _SHELLS:
+        names = [name for name, word in zip(names[1:], words[1:], strict=True) if word[:1] != "-"]
+    return names[:1] == ["dkms"] and not _ONLY_LOOKS.intersection(words)
 
 
 def _is_for(host: Host, pid: int, words: list[str]) -> bool:
@@ -133,13 +143,14 @@ def _is_for(host: Host, pid: int, words: list[str]) -> bool:
     return False
 
 
-def _wait_until(is_done: Callable[[], bool], timeout: float, who: str) -> None:
+def _wait_until(is_done: Callable[[], bool], timeout: float, who: str | Callable[[], str]) -> None:
     deadline = time.monotonic() + timeout
     pause = _POLL_SECONDS
     while not is_done():
         if time.monotonic() >= deadline:
+            culprit = who if isinstance(who, str) else who()
             raise LockHeldError(
-                f"{who}, still after {timeout:g} s",
+                f"{culprit}, still after {timeout:g} s",
                 hint="wait until it is done and try again; nothing was changed",
             )
         # apt may work for minutes; and those who wait together should not look together

@@ -13,7 +13,7 @@ from gpuguard.cli.session import changing, require_root
 from gpuguard.cli.steps import outcome_document, say_outcome, say_unready, step_text
 from gpuguard.config_file import load_config
 from gpuguard.core.plan import Leave, Rebuild, Request
-from gpuguard.errors import GpuguardError, LockHeldError
+from gpuguard.errors import GpuguardError, LockHeldError, unwritable
 from gpuguard.host.notify import journal
 from gpuguard.verbs.automatic import ACTIONS, Automatic, give_up, run_automatic
 from gpuguard.verbs.inspect import make_plan
@@ -38,6 +38,10 @@ def run_by_itself(context: Context, *, dry_run: bool) -> None:
     except GpuguardError as error:
         give_up(context.host, error)
         raise
+    except OSError as error:
+        failure = unwritable(error)
+        give_up(context.host, failure)
+        raise failure from error
     if context.json:
         context.print_json(_document(run))
     elif _IN_JOURNAL:
@@ -81,7 +85,9 @@ def _log_outcome(outcome: Outcome) -> None:
     """One event per kernel that something was done about, or failed; none for the others."""
     release, error = outcome.step.release, outcome.error
     if error is not None:
-        what = f"{release}: {error.message}" + (f"; {error.hint}" if error.hint else "")
+        # some errors of a kernel name it themselves
+        named = error.message if release in error.message else f"{release}: {error.message}"
+        what = named + (f"; {error.hint}" if error.hint else "")
         journal(what, priority="error", event="rebuild-failed", kernel=release, code=error.code)
     elif isinstance(outcome.step, Rebuild):
         backup = outcome.backup or ""

@@ -13,7 +13,7 @@ from gpuguard.build.progress import Progress
 from gpuguard.config import Config
 from gpuguard.core.assess import assess
 from gpuguard.core.plan import Forget, Leave, Rebuild, RefreshInitramfs, Request
-from gpuguard.errors import GpuguardError
+from gpuguard.errors import GpuguardError, unwritable
 from gpuguard.host import Host
 from gpuguard.last_run import KernelRun, LastRun, write_last_run
 from gpuguard.state import QUEUE_FILE
@@ -72,19 +72,28 @@ def run_automatic(
         tell: told each kernel's outcome at once.
     """
     run, started, seen = Automatic(), now(), _Seen(host)
-    host.remove_file(QUEUE_FILE)  # before looking: what changes from here on queues anew
+    _try(run, lambda: host.remove_file(QUEUE_FILE))  # from here on what changes queues anew
     try:
         planned = make_plan(host, config, Request(automatic=True))
         _rebuild(host, config, planned, progress, run, tell)
         run.unready = left_unready(host, config, run.outcomes)
     except GpuguardError as error:
         run.problems.append(error)
+    until = seen.until()  # before the holds, which dpkg writes down for us
+    if until is None or any(_is_overtaken(outcome) for outcome in run.outcomes):
+        # systemd forgets what changes in a folder while the unit runs (path units): ask again
+        _try(run, lambda: host.replace_file(QUEUE_FILE, b""))
     _try(run, lambda: _hold_again(host, config, run))
     _try(run, lambda: note_withheld(host))
     _try(run, lambda: _settle_boot_default(host, config))
     _try(run, lambda: _settle_reboot(host, config, run))
-    _try(run, lambda: write_last_run(host, _record(run, started), seen_until=seen.until()))
+    moment = time.time() if until is not None else seen.started
+    _try(run, lambda: write_last_run(host, _record(run, started), seen_until=moment))
     return run
+
+
+def _is_overtaken(outcome: Outcome) -> bool:
+    return outcome.error is not None and outcome.error.code == "changed-meanwhile"
 
 
 def give_up(host: Host, error: GpuguardError) -> None:
@@ -92,7 +101,7 @@ def give_up(host: Host, error: GpuguardError) -> None:
 
     The file that queued it goes; else the path unit would start it again and again.
     """
-    with suppress(OSError):
+    with suppress(OSError):  # a disk that cannot be written is what the error is about
         host.remove_file(QUEUE_FILE)
         started = now()
         record = LastRun(
@@ -143,6 +152,8 @@ def _try(run: Automatic, part: Callable[[], object]) -> None:
         part()
     except GpuguardError as error:
         run.problems.append(error)
+    except OSError as error:
+        run.problems.append(unwritable(error))
 
 
 def _record(run: Automatic, started: str) -> LastRun:
@@ -170,19 +181,19 @@ def _kernel_run(outcome: Outcome, run: Automatic) -> KernelRun:
 
 
 class _Seen:
-    """Until when this run has seen what dpkg changes.
+    """Whether this run has seen all that dpkg has changed.
 
-    Normally until its end: what it has itself changed in /boot is no news. If dpkg was at work
-    meanwhile, until its beginning.
+    If it has, what is newer in /boot is its own work, and no news to the hooks.
     """
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._started = time.time()
+        self.started = time.time()
         self._dpkg = self._dpkg_state()
 
-    def until(self) -> float:
-        return time.time() if self._dpkg == self._dpkg_state() else self._started
+    def until(self) -> float | None:
+        """Now; None if dpkg was at work meanwhile."""
+        return time.time() if self._dpkg == self._dpkg_state() else None
 
     def _dpkg_state(self) -> tuple[int, int] | None:
         with suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 from gpuguard.config import Config
 from gpuguard.core.assess import Assessment
 from gpuguard.core.facts import HostFacts
-from gpuguard.errors import CommandError
+from gpuguard.errors import CommandError, StateError
 from gpuguard.host import Host
+from gpuguard.host.files import writable_by_others
 from gpuguard.host.inhibit import reboot_held
 from gpuguard.state import RUN_DIR
 
@@ -48,25 +50,50 @@ def settle(host: Host, config: Config, facts: HostFacts, assessment: Assessment)
     """
     if not host.is_live or not _SYSTEMD.is_dir():
         return None
-    wanted = config.reboot.inhibit == "unready" and assessment.reboot.safe is False
-    if not wanted:
+    if config.reboot.inhibit != "unready" or assessment.reboot.safe or _is_chosen(facts):
         _release(host)
         return None
     reasons = [r.removeprefix("not safe: ") for r in assessment.reboot.reasons if "not safe" in r]
     why = f"the next boot would lose P2P: {'; '.join(reasons) or facts.next.reason}"
-    if _is_held_for(host, why):
-        return why
+    if _has_had_its_time(host, why):  # a run every hour must not prolong it
+        return why if _is_active(host) else None
     _release(host)
+    _refuse_untrusted(host)
     host.replace_file(HOLD_FILE, _environment(why, config.reboot.inhibit_seconds))
-    host.run("systemctl", "start", "--no-block", UNIT, timeout=_SYSTEMCTL_SECONDS)
+    host.run("systemctl", "start", UNIT, timeout=_SYSTEMCTL_SECONDS)
     return why
 
 
-def _is_held_for(host: Host, why: str) -> bool:
-    """True if this very reason has its time already; a run every hour must not prolong it."""
+def _is_chosen(facts: HostFacts) -> bool:
+    """An operator put stock modules back into the next kernel: he means to boot it so."""
+    return any(k.left_alone for k in facts.kernels if k.release == facts.next.release)
+
+
+def _has_had_its_time(host: Host, why: str) -> bool:
     with suppress(OSError):
         return f"WHY={_quoted(why)}\n" in host.path(HOLD_FILE).read_text()
     return False
+
+
+def _is_active(host: Host) -> bool:
+    done = host.run("systemctl", "is-active", "-q", UNIT, timeout=_SYSTEMCTL_SECONDS, ok=None)
+    return done.exit_status == os.EX_OK
+
+
+def _refuse_untrusted(host: Host) -> None:
+    """The unit's environment comes from this folder, and the unit runs as root.
+
+    Raises:
+        StateError: others than root can write there.
+    """
+    folder = host.path(RUN_DIR)
+    folder.mkdir(mode=0o755, exist_ok=True)
+    if reason := writable_by_others(folder):
+        raise StateError(
+            f"{RUN_DIR} is not to be trusted: {reason}; a reboot is not held back",
+            code="run-untrusted",
+            hint=f"chown root:root {RUN_DIR} && chmod 755 {RUN_DIR}",
+        )
 
 
 def _release(host: Host) -> None:
