@@ -181,6 +181,9 @@ def test_removal_leaves_a_stock_system_that_apt_can_work_on(system: Machine) -> 
     for release in (system.base.old, system.base.new):
         winner = system.run("modinfo", "-k", release, "-F", "filename", "nvidia").stdout
         assert "/updates/dkms/" in winner
+    assert "packages on hold" in done.stdout  # the operator lifts them, and is told how
+    system.gpuguard("unhold", check=True)
+    assert system.run("apt-mark", "showhold").stdout == ""
     said = system.apt("purge", "nvidia-driver")
     assert "gpuguard" not in said
     assert system.systemctl("is-system-running") == "running"
