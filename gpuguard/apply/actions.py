@@ -17,6 +17,7 @@ PACKAGES_FOLDERS = frozenset(
         "/etc/kernel/postinst.d",
         "/etc/kernel/postrm.d",
         "/etc/systemd/system",
+        "/etc/tmpfiles.d",
     }
 )
 

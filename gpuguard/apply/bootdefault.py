@@ -20,7 +20,7 @@ from gpuguard.apply.boot_menu import menu_command
 from gpuguard.apply.transaction import apply
 from gpuguard.config import Config
 from gpuguard.core.boot_default import Decision, Pinning, decide
-from gpuguard.core.facts import HostFacts
+from gpuguard.core.facts import BootPin, HostFacts
 from gpuguard.core.policy import Policy
 from gpuguard.errors import PreflightError, StateError
 from gpuguard.host import Host
@@ -32,6 +32,7 @@ from gpuguard.probes.boot_pin import (
     loader_entry,
     mark,
     pinned_loader,
+    probe_boot_pin,
     unpinned_loader,
 )
 from gpuguard.window import Phase, read_window
@@ -81,12 +82,27 @@ def settle_boot_default(host: Host, config: Config, facts: HostFacts, why: str) 
     return Settled(pinning=decision.pinning, reason=decision.reason, release=decision.release)
 
 
+def let_go(host: Host, why: str) -> BootPin | None:
+    """Take our setting away whatever boots then; what it was, None: there was none.
+
+    Raises:
+        PreflightError, VerifyError, StateError, ProbeError: as ``settle_boot_default``.
+    """
+    pin = probe_boot_pin(host)
+    if pin is not None:
+        apply(
+            _unpin(host, pin, ()), host, verb="boot-default", release="the newest kernel",
+            started=why, backup=None,
+        )  # fmt: skip
+    return pin
+
+
 def _actions(host: Host, facts: HostFacts, decision: Decision) -> tuple[Action, ...]:
     match decision.pinning:
         case Pinning.PIN if decision.release is not None:
             return _pin(host, facts, decision.release, decision.reason)
-        case Pinning.UNPIN:
-            return _unpin(host, facts, decision.ready)
+        case Pinning.UNPIN if facts.boot_pin is not None:
+            return _unpin(host, facts.boot_pin, decision.ready)
         case _:
             return ()
 
@@ -107,10 +123,7 @@ def _pin(host: Host, facts: HostFacts, release: str, why: str) -> tuple[Action, 
     return (*change, CheckNextKernel(releases=(release,)))
 
 
-def _unpin(host: Host, facts: HostFacts, ready: tuple[str, ...]) -> tuple[Action, ...]:
-    pin = facts.boot_pin
-    if pin is None:
-        return ()
+def _unpin(host: Host, pin: BootPin, ready: tuple[str, ...]) -> tuple[Action, ...]:
     check = (CheckNextKernel(releases=ready),) if ready else ()
     if pin.loader == "grub":
         return (RemoveFile(path=pin.path), UpdateBootMenu(path=_menu(host)), *check)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -91,11 +93,18 @@ def setup(
     conclude(context, effects)
 
 
-def say(context: Context, prepared: Prepared, outcome: str, effects: Effects | None = None) -> None:
+def say(
+    context: Context,
+    prepared: Prepared,
+    outcome: str,
+    effects: Effects | None = None,
+    *,
+    notes: Sequence[str] = (),
+) -> None:
     """What is done, or would be: one line for each path, or one object."""
     effects = effects or Effects()
     if context.json:
-        context.print_json(_document(prepared, outcome, effects))
+        context.print_json(_document(prepared, outcome, effects, notes))
         return
     if prepared.account is not None:
         typer.echo(f"account  {prepared.account}")
@@ -105,6 +114,8 @@ def say(context: Context, prepared: Prepared, outcome: str, effects: Effects | N
         typer.echo(f"{_WORDS[step.do]:<8} {step.path}{_reason(step, reasons)}")
     for unit in effects.started:
         typer.echo(f"start    {unit}")
+    for note in notes:
+        typer.echo(note)
     if outcome == "nothing-to-do":
         typer.echo("all else is in place" if prepared.plan.kept else "everything is in place")
 
@@ -168,7 +179,9 @@ def conclude(context: Context, effects: Effects) -> None:
         raise error if not context.json else typer.Exit(error.exit_status)
 
 
-def _document(prepared: Prepared, outcome: str, effects: Effects) -> dict[str, Any]:
+def _document(
+    prepared: Prepared, outcome: str, effects: Effects, notes: Sequence[str]
+) -> dict[str, Any]:
     record = prepared.plan.record
     return {
         "schema": 1,
@@ -181,4 +194,6 @@ def _document(prepared: Prepared, outcome: str, effects: Effects) -> dict[str, A
         ],
         "started": effects.started,
         "failed": effects.failed,
+        "needed_by": [asdict(one) for one in prepared.needed_by],
+        "notes": [" ".join(note.split()) for note in notes],
     }

@@ -15,9 +15,10 @@ from gpuguard.errors import LockHeldError
 from gpuguard.host import Host
 from gpuguard.ledger import read_ledger
 from gpuguard.setup_record import read_setup
-from gpuguard.verbs import setup as verb
-from gpuguard.verbs.inspect import look
+from gpuguard.verbs import setup_remove as verb
+from gpuguard.verbs.inspect import configured, look
 from gpuguard.verbs.rollback import plan_rollback, roll_back
+from gpuguard.verbs.setup import Prepared
 from gpuguard.window import read_window
 
 _LOCK_SECONDS = 60.0
@@ -28,25 +29,28 @@ def remove(context: Context, *, stock: bool, force: bool, dry_run: bool) -> None
     host = context.host
     if dry_run:
         prepared = verb.prepare_removal(host, force=force)
-        say(context, prepared, "planned")
-        if not context.json:
-            for release in _patched(_look(context)):
-                typer.echo(_about_modules(release, stock=stock))
+        notes = [_about_modules(release, stock=stock) for release in _patched(_look(context))]
+        notes += [*verb.pinned_note(host), *_needed(prepared)]
+        say(context, prepared, "planned", notes=notes)
         return
     with changing(context, _LOCK_SECONDS):
         _refuse_open_window(host)
         prepared = verb.prepare_removal(host, force=force)
-        notes = list(_notes(host))
+        if not force:
+            verb.refuse_if_needed(prepared.needed_by)
+        notes = [*_notes(host), *_needed(prepared)]
         if stock:
             _roll_back(context)
         else:
             notes[:0] = [_about_modules(r, stock=False) for r in _patched(_look(context))]
-        effects = verb.remove(host, prepared)
-    say(context, prepared, "done", effects)
-    if not context.json:
-        for note in notes:
-            typer.echo(note)
+        effects, more = verb.remove(host, prepared)
+    say(context, prepared, "done", effects, notes=[*notes, *more])
     conclude(context, effects)
+
+
+def _needed(prepared: Prepared) -> Iterator[str]:
+    for one in prepared.needed_by:
+        yield f"breaks   {one.text}: it cannot start any more"
 
 
 def _refuse_open_window(host: Host) -> None:
@@ -71,7 +75,7 @@ def _notes(host: Host) -> Iterator[str]:
 
 
 def _look(context: Context) -> HostFacts:
-    config = read_config(context.host, context.config_file)
+    config, _ = configured(context.host, context.config_file)  # a typo keeps nobody here
     return look(context.host, config, with_p2p=False, strict=False)
 
 

@@ -15,6 +15,7 @@ from enum import StrEnum
 UNIT_DIR = "/etc/systemd/system"
 LIBRARY = "/usr/local/lib/gpuguard"
 LOGIND_FILE = "/etc/systemd/logind.conf.d/gpuguard.conf"
+TMPFILES_FILE = "/etc/tmpfiles.d/gpuguard.conf"
 _SHARE = "/usr/local/share"
 
 #: Resource -> path in the host, and mode. Units come with the folder ``systemd``.
@@ -24,6 +25,7 @@ _FILES = {
     "apt/99gpuguard": ("/etc/apt/apt.conf.d/99gpuguard", 0o644),
     "kernel/dkms-gpuguard": ("/etc/kernel/{}/dkms-gpuguard", 0o755),
     "logind/gpuguard.conf": (LOGIND_FILE, 0o644),
+    "tmpfiles/gpuguard.conf": (TMPFILES_FILE, 0o644),
     "gpuguard.yaml.example": (f"{_SHARE}/doc/gpuguard/gpuguard.yaml.example", 0o644),
     "man/gpuguard.1": (f"{_SHARE}/man/man1/gpuguard.1", 0o644),
     "man/gpuguard.yaml.5": (f"{_SHARE}/man/man5/gpuguard.yaml.5", 0o644),
@@ -33,6 +35,9 @@ _FILES = {
 }
 #: Resources for other programs to read where they lie: Prometheus, Alertmanager, Grafana.
 _SHARED = ("prometheus/", "grafana/")
+#: Starts the gate after boot. What a set-up starts comes before the first rebuild and the first
+#: boot into it: the gate could but stay shut, and mark the system as degraded.
+GATE_TIMER = "gpuguard-verify.timer"
 #: By name between dkms and both dracut and initramfs-tools, as run-parts(8) sorts.
 _KERNEL_HOOKS = ("postinst.d", "header_postinst.d", "postrm.d")
 _UNIT_SUFFIXES = (".service", ".timer", ".path")

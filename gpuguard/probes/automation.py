@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from gpuguard.core.automation import AutomationFacts
-from gpuguard.core.setup import LIBRARY, UNIT_DIR, Record
+from gpuguard.core.setup import GATE_TIMER, LIBRARY, UNIT_DIR, Record
 from gpuguard.errors import GpuguardError, StateError
 from gpuguard.host.files import sha256_file
 from gpuguard.host.port import Host
@@ -125,7 +125,12 @@ def _stopped(host: Host, units: tuple[str, ...]) -> tuple[tuple[tuple[str, str],
             return (), None
         return (), f"systemctl said: {(done.stderr or done.stdout).strip()[:200]}"
     found = zip(units, states, strict=True)
-    return tuple((unit, state) for unit, state in found if state not in _RUNS), None
+    return tuple((unit, state) for unit, state in found if not _is_right(unit, state)), None
+
+
+def _is_right(unit: str, state: str) -> bool:
+    # a set-up leaves the gate's timer to the next boot
+    return state in _RUNS or (unit == GATE_TIMER and state == "inactive")
 
 
 def _idle_seconds(host: Host, record: Record) -> float | None:

@@ -1,8 +1,7 @@
-"""Install and remove what makes gpuguard work by itself: the use case behind ``setup``."""
+"""Install what makes gpuguard work by itself: the use case behind ``setup``."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import stat
@@ -13,36 +12,33 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from gpuguard import __version__
 from gpuguard.apply.actions import Action, PutFile, PutLink, RemoveFile
 from gpuguard.apply.transaction import apply
-from gpuguard.build.trust import trust_in
 from gpuguard.config import BuildConfig, Config
 from gpuguard.core.apt_check import REFUSED, expression
 from gpuguard.core.setup import (
     LIBRARY,
-    UNIT_DIR,
     Item,
     Record,
     SetupPlan,
     items,
-    plan_removal,
     plan_setup,
     started_units,
 )
 from gpuguard.errors import CommandError, PreflightError, UsageError
 from gpuguard.host import Host
 from gpuguard.probes.automation import mark_of
+from gpuguard.probes.dependents import Dependent
 from gpuguard.setup_record import read_setup, setup_bytes
 from gpuguard.state import SETUP_FILE
-from gpuguard.verbs import units
 from gpuguard.verbs.clock import now
-from gpuguard.verbs.units import Effects
+from gpuguard.verbs.setup_trust import refuse_untrusted
 
 _FOLDERS = (
-    "apt", "kernel", "logind", "man", "systemd", "prometheus", "grafana/dashboards",
+    "apt", "kernel", "logind", "man", "systemd", "tmpfiles", "prometheus", "grafana/dashboards",
     "grafana/provisioning/dashboards", "grafana/provisioning/datasources",
 )  # fmt: skip
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./+-]+")
@@ -53,13 +49,15 @@ _ACCOUNT_SECONDS = 30.0
 class Prepared:
     """What a set-up would do. ``account``: one that has to be made.
 
-    ``is_upgrade``: another version of gpuguard did the last one.
+    ``is_upgrade``: another version of gpuguard did the last one. ``needed_by``: of a removal,
+    units that cannot start without ours.
     """
 
     plan: SetupPlan
     units: tuple[str, ...] = ()
     account: str | None = None
     is_upgrade: bool = False
+    needed_by: tuple[Dependent, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -79,11 +77,11 @@ def prepare(
 
     Raises:
         UsageError: the program that hooks and units are to call cannot be told.
-        PreflightError: others than root can change what root would run.
+        PreflightError: others than root can change what root would run, or it does not run.
         StateError: the record of the last set-up cannot be read.
     """
     program = find_program(host, program)
-    _refuse_untrusted(host, program)
+    refuse_untrusted(host, program)
     scripts = {f"completion/{shell}": text.encode() for shell, text in completions.items()}
     content = {**_resources(), **scripts}
     values = {
@@ -98,7 +96,7 @@ def prepare(
     made = account or (record.account if record is not None else None)
     plan = plan_setup(
         wanted,
-        _found(host, wanted, record),
+        found_marks(host, wanted, record),
         record,
         program=program,
         account=made,
@@ -114,28 +112,6 @@ def prepare(
     )
 
 
-def prepare_removal(host: Host, *, force: bool = False) -> Prepared:
-    """Decide what a removal does.
-
-    Raises:
-        UsageError: nothing was set up.
-        StateError: the record of the last set-up cannot be read.
-    """
-    record = read_setup(host)
-    if record is None:
-        raise UsageError(
-            "nothing is set up here: there is no record of a set-up",
-            code="not-set-up",
-            hint=f"the record would be {SETUP_FILE}; see gpuguard(1), REMOVAL BY HAND",
-        )
-    names = tuple(
-        path.removeprefix(f"{UNIT_DIR}/")
-        for path in record.marks
-        if path.startswith(f"{UNIT_DIR}/") and "/" not in path.removeprefix(f"{UNIT_DIR}/")
-    )
-    return Prepared(plan=plan_removal(record, _found(host, (), record), force=force), units=names)
-
-
 def install(host: Host, prepared: Prepared) -> None:
     """Make the account, then put all files and links in place in one transaction.
 
@@ -147,25 +123,7 @@ def install(host: Host, prepared: Prepared) -> None:
     """
     if prepared.account is not None:
         _make_account(host, prepared.account)
-    _apply(host, prepared.plan)
-
-
-def remove(host: Host, prepared: Prepared) -> Effects:
-    """Stop the units and take all files and links away in one transaction."""
-    effects = units.stop(host, prepared.units)
-    _apply(host, prepared.plan)
-    _drop_empty_folders(host, prepared.plan)
-    units.reload(host, prepared.plan, effects)
-    return effects
-
-
-def _drop_empty_folders(host: Host, plan: SetupPlan) -> None:
-    """Those that bear our name; a kill before this leaves them, and that is all."""
-    for step in plan.changes:
-        for folder in PurePosixPath(step.path).parents:
-            if "gpuguard" not in folder.parts:
-                break
-            host.remove_empty_dir(str(folder))
+    apply_plan(host, prepared.plan)
 
 
 def find_program(host: Host, given: str | None = None) -> str:
@@ -208,30 +166,6 @@ def _is_executable(host: Host, path: str) -> bool:
     return False
 
 
-def _refuse_untrusted(host: Host, program: str) -> None:
-    """Whoever can write the program, its environment or our folder of hooks becomes root."""
-    trust = trust_in(None)
-    reason = trust.problem(host, program) or _hooks_folder_problem(host)
-    environment = host.path(program).parent.parent
-    if reason is None and (environment / "pyvenv.cfg").is_file():
-        reason = trust.problem_within(environment, host.root)
-    if reason is not None:
-        raise PreflightError(
-            f"root would run by itself what others can write: {reason}",
-            code="program-untrusted",
-            hint="install gpuguard as root in a folder of root's, e.g. /opt/gpuguard, or take the "
-            "right to write away: chown -R root:root, chmod -R go-w",
-        )
-
-
-def _hooks_folder_problem(host: Host) -> str | None:
-    from gpuguard.host.files import writable_by_others
-
-    if os.geteuid() != 0:
-        return None
-    return writable_by_others(host.root / LIBRARY.lstrip("/"), root=host.root, missing_ok=True)
-
-
 @cache
 def _resources() -> Mapping[str, bytes]:
     top = resources.files("gpuguard").joinpath("resources")
@@ -245,12 +179,14 @@ def _files(top: Traversable, folder: str) -> list[Traversable]:
     return [entry for entry in top.joinpath(folder).iterdir() if entry.is_file()]
 
 
-def _found(host: Host, wanted: Sequence[Item], record: Record | None) -> dict[str, str | None]:
+def found_marks(host: Host, wanted: Sequence[Item], record: Record | None) -> dict[str, str | None]:
+    """What is there now at every path that a set-up knows, as ``plan_setup`` takes it."""
     paths = {item.path for item in wanted} | set(record.marks if record is not None else ())
     return {path: mark_of(host, path) for path in paths}
 
 
-def _apply(host: Host, plan: SetupPlan) -> None:
+def apply_plan(host: Host, plan: SetupPlan) -> None:
+    """All of it in one transaction, the record included."""
     actions: list[Action] = []
     for step in plan.changes:
         item = step.item

@@ -7,13 +7,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuguard.core.setup import LOGIND_FILE, UNIT_DIR, Do, SetupPlan, is_enabled
+from gpuguard.core.setup import (
+    GATE_TIMER,
+    LOGIND_FILE,
+    TMPFILES_FILE,
+    UNIT_DIR,
+    Do,
+    SetupPlan,
+    is_enabled,
+)
 from gpuguard.errors import CommandError, GpuguardError
 from gpuguard.host import Host
 
 _SYSTEMD = Path("/run/systemd/system")  # sd_booted(3)
 _SYSTEMCTL_SECONDS = 120.0
 _DAEMON = "gpuguard.service"
+GATE = "gpuguard-verify.service"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,14 +43,17 @@ def start(
 ) -> Effects:
     """Let systemd see the new files, and start what runs from now on.
 
-    With ``is_upgrade`` the daemon is restarted: it runs the code of before.
+    With ``is_upgrade`` the daemon is restarted: it runs the code of before. The gate's timer
+    waits for the next boot.
     """
     effects = Effects()
     if not has_systemd(host):
         return effects
     reload(host, plan, effects, also=_is_outdated(host, units))
+    _make_run_folder(host, effects)
     marks = plan.record.marks if plan.record is not None else {}
     enabled = [u for u in units if is_enabled(u, marks) and _is_linked(host, u, marks)]
+    enabled = [unit for unit in enabled if unit != GATE_TIMER]
     updated = {step.path for step in plan.steps if step.do is Do.UPDATE}
     active = _active(host, enabled)
     for unit in enabled:
@@ -53,11 +65,15 @@ def start(
 
 
 def stop(host: Host, units: Sequence[str]) -> Effects:
-    """Stop what a set-up has started: first what starts others, then the services."""
+    """Stop what a set-up has started: first what starts others, then the services.
+
+    Not the gate: systemd would stop whatever serves behind it, and there is nothing to stop.
+    """
     effects = Effects()
     if has_systemd(host):
         for unit in sorted(units, key=lambda name: (name.endswith(".service"), name)):
-            _systemctl(host, effects, "stop", unit)
+            if unit != GATE:
+                _systemctl(host, effects, "stop", unit)
         with suppress(CommandError):  # its cache; there is none if it never ran
             host.run("systemctl", "clean", "--what=cache", _DAEMON, timeout=_SYSTEMCTL_SECONDS)
     return effects
@@ -76,6 +92,16 @@ def reload(host: Host, plan: SetupPlan, effects: Effects, *, also: bool = False)
         _systemctl(host, effects, "daemon-reload")
     if LOGIND_FILE in changed:
         _systemctl(host, effects, "kill", "--signal=HUP", "systemd-logind.service")
+
+
+def _make_run_folder(host: Host, effects: Effects) -> None:
+    """At once what systemd does at each boot; a folder that others can write is put right."""
+    if not host.path(TMPFILES_FILE).is_file():
+        return
+    try:
+        host.run("systemd-tmpfiles", "--create", TMPFILES_FILE, timeout=_SYSTEMCTL_SECONDS)
+    except GpuguardError as error:
+        effects.failed["systemd-tmpfiles"] = (error.detail or error.message).splitlines()[0]
 
 
 def _systemctl(host: Host, effects: Effects, *words: str) -> None:
