@@ -283,7 +283,7 @@ def test_a_compiler_by_its_versioned_name_alone_is_found(box: Box, tmp_path: Pat
         'exec gcc "$@"\n'
     )
     versioned.chmod(0o755)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     answer = box.run("--json", "rebuild", "--kernel", K2, PATH=path)
