@@ -16,7 +16,7 @@ from pathlib import Path
 from gpuguard.apply.recovery import recover
 from gpuguard.host import LocalHost
 from gpuguard.state import SETUP_FILE
-from gpuguard.verbs import setup
+from gpuguard.verbs import setup, setup_remove
 from tests import toys
 from tests.commit_driver import in_child
 
@@ -37,7 +37,7 @@ def make_root(root: Path) -> None:
 def change(root: Path, kind: str) -> None:
     host = LocalHost(root)
     if kind == "remove":
-        setup.remove(host, setup.prepare_removal(host))
+        setup_remove.remove(host, setup_remove.prepare_removal(host))
         return
     program = OTHER if kind == "update" else PROGRAM
     setup.install(host, setup.prepare(host, None, COMPLETIONS, program=program))

@@ -13,7 +13,7 @@ from gpuguard.core.findings import Severity
 from gpuguard.core.setup import UNIT_DIR
 from gpuguard.state import SETUP_FILE
 from tests.box import Box
-from tests.test_setup_verb import needs_systemctl
+from tests.setupbox import needs_systemctl
 
 PROGRAM = "/opt/gpuguard/bin/gpuguard"
 CODES = {"hook-dead", "automation-off", "automation-stale", "automation-unknown"}

@@ -85,7 +85,36 @@ def test_on_a_booted_system_the_line_says_why_not_to_reboot(apt: AptRoot) -> Non
     apt.path("run/systemd/system").mkdir(parents=True)
     done = apt.install(apt.package(KERNEL, files=FILES))
     (line,) = lines(done.stdout)
-    assert "rebuild of the patched NVIDIA modules is queued: do not reboot yet" in line
+    assert "gpuguard looks at them as soon as apt is done: do not reboot yet" in line
+    assert "rebuild" not in line, "whether there is one is for the configuration to say"
+
+
+def test_while_gpuguard_runs_apt_itself_the_hook_only_asks(apt: AptRoot) -> None:
+    apt.path("run/systemd/system").mkdir(parents=True)
+    done = apt.install(apt.package(KERNEL, files=FILES), GPUGUARD_APT_CHECK="never")
+    assert lines(done.stdout) == []
+    assert apt.path(QUEUE).exists()
+
+
+@pytest.mark.parametrize("umask", ["000", "077"])
+def test_what_hooks_make_has_the_same_mode_whatever_apt_runs_with(apt: AptRoot, umask: str) -> None:
+    shutil.rmtree(apt.path("var/lib/gpuguard"))
+    shutil.rmtree(apt.path("run/gpuguard"), ignore_errors=True)
+    answer(apt, "exit 1")
+    package = apt.package(KERNEL, files=FILES)
+    command = f"umask {umask}; apt-get -qq -y -o DPkg::Use-Pty=0 install /tmp/{package.name}"
+    assert apt.run("sh", "-c", command).returncode == 0
+    modes = {
+        path: oct(apt.path(path).stat().st_mode & 0o777)
+        for path in ("run/gpuguard", "run/gpuguard/apt-check.log", "var/lib/gpuguard", QUEUE)
+    }
+    assert set(modes.values()) == {"0o755", "0o644"}, modes
+    apt.path(QUEUE).unlink()
+    shutil.rmtree(apt.path("var/lib/gpuguard"))
+    hook = "/etc/kernel/postinst.d/dkms-gpuguard"
+    assert apt.run("sh", "-c", f"umask {umask}; {hook}").returncode == 0
+    assert apt.path("var/lib/gpuguard").stat().st_mode & 0o777 == 0o755
+    assert apt.path(QUEUE).stat().st_mode & 0o777 == 0o644
 
 
 def test_other_packages_are_no_news(apt: AptRoot) -> None:
@@ -307,7 +336,9 @@ def test_any_other_answer_lets_apt_go_on(apt: AptRoot, fault: str) -> None:
 
 def test_an_answer_that_never_comes_lets_apt_go_on(apt: AptRoot) -> None:
     script = apt.path(CHECK)
-    script.write_text(script.read_text().replace("timeout -k 2 30", "timeout -k 1 1"))
+    text = script.read_text()
+    assert "timeout -k 1 8 " in text, "README says what it can cost"
+    script.write_text(text.replace("timeout -k 1 8 ", "timeout -k 1 1 "))
     answer(apt, "trap '' TERM; sleep 600")
     done = apt.install(apt.package(KERNEL))
     assert done.returncode == 0, done.stdout

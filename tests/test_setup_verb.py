@@ -5,70 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpuguard.core.setup import UNIT_DIR
 from gpuguard.state import SETUP_FILE
 from tests import toys
-from tests.box import K1, K2, REPOSITORY, Answer, Box
-
-PROGRAM = "/opt/gpuguard/bin/gpuguard"
-APT = "/etc/apt/apt.conf.d/99gpuguard"
-HOOK = "/usr/local/lib/gpuguard/apt-hook"
-TIMER = f"{UNIT_DIR}/gpuguard-rebuild.timer"
-LINK = f"{UNIT_DIR}/timers.target.wants/gpuguard-rebuild.timer"
-_STATE = ("var/lib/gpuguard", "var/cache/gpuguard", "var/log/gpuguard")
+from tests.box import REPOSITORY, Box
+from tests.setupbox import (
+    APT,
+    HOOK,
+    LINK,
+    PROGRAM,
+    TIMER,
+    actions,
+    around,
+    furnish,
+    installed,
+    needs_systemctl,
+    removed,
+)
 
 
 @pytest.fixture
 def host(box: Box) -> Box:
-    """A tree with a gpuguard in it, and with the account that compiles."""
-    for folder in ("etc/apt/apt.conf.d", "etc/systemd/system", "etc/kernel/postinst.d"):
-        (box.root / folder).mkdir(parents=True)
-    program = box.path(PROGRAM)
-    program.parent.mkdir(parents=True)
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    (box.root / "etc/passwd").write_text("nobody:x:65534:65534::/:/bin/false\n")
-    return box
-
-
-def needs_systemctl() -> None:
-    if shutil.which("systemctl") is None:
-        pytest.skip("systemctl is not installed: apt-get install systemd")
-
-
-def setup(host: Box, *words: str) -> Answer:
-    return host.json("setup", "--program", PROGRAM, *words)
-
-
-def installed(host: Box, *words: str) -> dict[str, Any]:
-    answer = setup(host, *words)
-    assert answer.status == 0, answer.out + answer.err
-    return dict(answer.document)
-
-
-def removed(host: Box, *words: str) -> dict[str, Any]:
-    answer = host.json("setup", "--remove", *words)
-    assert answer.status == 0, answer.out + answer.err
-    return dict(answer.document)
-
-
-def actions(document: Mapping[str, Any]) -> dict[str, str]:
-    return {step["path"]: step["action"] for step in document["steps"]}
-
-
-def around(host: Box) -> dict[str, str]:
-    """All but gpuguard's own records."""
-    return toys.snapshot(host.root, without=_STATE)
+    return furnish(box)
 
 
 # --- what it installs ---------------------------------------------------------------------
@@ -230,127 +195,6 @@ def test_what_is_missing_is_put_back(host: Box) -> None:
     assert actions(installed(host)) == {HOOK: "write"}
 
 
-# --- taking it away -----------------------------------------------------------------------
-
-
-def test_a_removal_leaves_the_tree_as_it_was(host: Box) -> None:
-    before = {p for p, kind in around(host).items() if host.path(p).is_file()}
-    installed(host)
-    document = removed(host)
-    after = {p for p, kind in around(host).items() if host.path(p).is_file()}
-    assert after == before
-    assert set(actions(document).values()) == {"remove"}
-    assert not host.path(SETUP_FILE).exists()
-    assert list(host.root.rglob("*.wants")) == []
-    assert not host.path("/usr/local/lib/gpuguard").exists()
-    assert not host.path("/usr/local/share/gpuguard").exists()
-    again = host.json("setup", "--remove")
-    assert (again.status, again.error["code"]) == (2, "not-set-up")
-
-
-def test_a_removal_keeps_what_was_changed(host: Box) -> None:
-    installed(host)
-    host.path(TIMER).write_text("[Timer]\nOnCalendar=daily\n")
-    kept = [s for s in removed(host)["steps"] if s["action"] == "keep"]
-    assert [(s["path"], s["reason"]) for s in kept] == [(TIMER, "changed")]
-    assert host.path(TIMER).exists()
-
-
-def test_a_removal_leaves_the_modules_and_says_so(host: Box) -> None:
-    host.rebuilt()
-    installed(host)
-    answer = host.run("setup", "--remove")
-    assert answer.status == 0, answer.err
-    assert f"stays    the patched modules of {K2}" in answer.out
-    assert "updates/gpuguard" in host.winner(K2)
-
-
-def test_a_removal_can_bring_the_stock_modules_back(host: Box) -> None:
-    host.rebuilt()
-    installed(host)
-    answer = host.run("setup", "--remove", "--roll-back")
-    assert answer.status == 0, answer.err
-    for release in (K1, K2):
-        assert f"stock    {release}" in answer.out
-        assert host.winner(release).endswith("updates/dkms/nvidia.ko")
-    assert not host.path(SETUP_FILE).exists()
-
-
-def test_if_the_stock_modules_cannot_come_back_nothing_is_removed(host: Box) -> None:
-    host.rebuilt()
-    installed(host)
-    for backup in host.path("/var/lib/gpuguard/backups").glob("*.json"):
-        backup.unlink()
-    before = around(host)
-    answer = host.json("setup", "--remove", "--roll-back")
-    assert answer.status == 2
-    assert around(host) == before
-    assert host.path(SETUP_FILE).exists()
-
-
-def test_rolling_back_goes_with_a_removal_only(host: Box) -> None:
-    answer = setup(host, "--roll-back")
-    assert (answer.status, answer.error["code"]) == (2, "usage")
-
-
-def test_an_open_window_is_closed_first(host: Box) -> None:
-    installed(host)
-    host.path("/var/lib/gpuguard/window.json").write_text('{"schema": 1, "phase": "no such"}')
-    before = around(host)
-    answer = host.json("setup", "--remove")
-    assert (answer.status, answer.error["code"]) == (74, "window-unreadable")
-    assert around(host) == before
-
-
-# --- whom root would run ------------------------------------------------------------------
-
-
-def test_a_program_that_others_can_write_is_refused(host: Box) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("root alone distrusts")
-    host.path(PROGRAM).chmod(0o775)
-    os.chown(host.path(PROGRAM), 0, 100)
-    before = around(host)
-    answer = setup(host)
-    assert (answer.status, answer.error["code"]) == (69, "program-untrusted")
-    assert around(host) == before
-
-
-@pytest.mark.parametrize("what", ["lib/python3/site-packages/gpuguard/__main__.py", "bin/python"])
-def test_so_is_one_whose_environment_others_can_write(host: Box, what: str) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("root alone distrusts")
-    environment = host.path(PROGRAM).parents[1]
-    (environment / "pyvenv.cfg").touch()
-    file = environment / what
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("")
-    assert setup(host, "--dry-run").status == 0
-    os.chown(file, 65534, 65534)
-    answer = setup(host)
-    assert (answer.status, answer.error["code"]) == (69, "program-untrusted")
-    assert str(file) in answer.error["message"]
-
-
-def test_so_is_a_folder_of_hooks_that_others_can_write(host: Box) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("root alone distrusts")
-    folder = host.path("/usr/local/lib")
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    answer = setup(host)
-    assert (answer.status, answer.error["code"]) == (69, "program-untrusted")
-
-
-def test_the_program_must_be_there_and_have_a_plain_name(host: Box) -> None:
-    assert host.json("setup").error["code"] == "setup-program-missing", "ours is not in this tree"
-    odd = host.root / "opt/my gpuguard"
-    odd.write_text("#!/bin/sh\n")
-    odd.chmod(0o755)
-    answer = host.json("setup", "--program", "/opt/my gpuguard")
-    assert (answer.status, answer.error["code"]) == (2, "program-path")
-
-
 # --- completion ---------------------------------------------------------------------------
 
 
@@ -393,21 +237,3 @@ def test_other_shells_get_a_script_of_their_own(host: Box, shell: str) -> None:
     assert f"_GPUGUARD_COMPLETE=complete_{shell}" in text
     if shell == "zsh":
         assert text.startswith("#compdef gpuguard"), "or zsh does not find it"
-
-
-def test_holds_stay_and_are_named(host: Box) -> None:
-    stanza = "Package: nvidia-driver\nStatus: hold ok installed\nVersion: 1\nArchitecture: amd64\n"
-    status = host.path("/var/lib/dpkg/status")
-    status.parent.mkdir(parents=True, exist_ok=True)
-    status.write_text(stanza)
-    host.path("/var/lib/gpuguard").mkdir(parents=True, exist_ok=True)
-    entry = {"since": "2026-11-29T18:00:00Z", "version": "1"}
-    host.path("/var/lib/gpuguard/holds.json").write_text(
-        json.dumps({"schema": 1, "active": True, "packages": {"nvidia-driver": entry}})
-    )
-    installed(host)
-    assert (
-        "packages on hold: nvidia-driver; to lift that: gpuguard unhold"
-        in host.run("setup", "--remove").out
-    )
-    assert status.read_text() == stanza
