@@ -162,7 +162,7 @@ def rollback(ctx: typer.Context, *, dry_run: DryRun = False) -> None:
 def _go(context: Context, chosen: Chosen, *, dry_run: bool) -> None:
     require_live(context)
     if dry_run:
-        intent = intended(context, chosen, keep=False)
+        intent = intended(context, chosen)
         if context.json:
             context.print_json(intent_document(intent))
         else:
@@ -173,7 +173,7 @@ def _go(context: Context, chosen: Chosen, *, dry_run: bool) -> None:
         interrupted = lanes.finish_interrupted()
         if interrupted is not None:
             say_result(context, *interrupted, quiet=context.json)
-        intent = chosen.intend(lanes, keep=True)
+        intent = chosen.intend(lanes)
         if intent.switch is None:
             if context.json:
                 context.print_json(intent_document(intent))

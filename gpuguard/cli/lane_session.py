@@ -44,11 +44,11 @@ class Chosen:
 
     name: str | None
 
-    def intend(self, lanes: Lanes, *, keep: bool) -> Intent:
+    def intend(self, lanes: Lanes) -> Intent:
         """What that means."""
         if self.name is None:
             return lanes.intend_rollback()
-        return lanes.intend_switch(self.name, keep=keep)
+        return lanes.intend_switch(self.name)
 
 
 def require_live(context: Context) -> None:
@@ -88,10 +88,10 @@ def lanes_of(context: Context) -> Lanes:
     return Lanes(context.host, lambda: (find_program(context.host),), settings, listener)
 
 
-def intended(context: Context, chosen: Chosen, *, keep: bool) -> Intent:
+def intended(context: Context, chosen: Chosen) -> Intent:
     """What a switch would do, and all that is in its way."""
     lanes = lanes_of(context)
-    return lanes.look(chosen.intend(lanes, keep=keep))
+    return lanes.look(chosen.intend(lanes))
 
 
 @contextmanager

@@ -45,6 +45,8 @@ class Intent:
     notes: tuple[str, ...] = ()
     seconds: float | None = None
     first: bool = False
+    #: not kept yet: what the preflight refuses never is
+    pending: tuple[Release, ...] = ()
 
 
 class Lanes:
@@ -71,12 +73,8 @@ class Lanes:
 
     # --- what would be done
 
-    def intend_switch(self, name: str, *, keep: bool) -> Intent:
-        """What ``switch NAME`` does.
-
-        Args:
-            name: of a lane file.
-            keep: write the releases down; a dry run does not.
+    def intend_switch(self, name: str) -> Intent:
+        """What ``switch NAME`` does; writes nothing.
 
         Raises:
             ConfigError: there is no such lane, or its file is wrong.
@@ -84,7 +82,7 @@ class Lanes:
         """
         lane = read_lane(self._host, name)
         release = Release(lane, render(lane, self._program()))
-        return self._intend("switch", release, keep=keep)
+        return self._intend("switch", release)
 
     def intend_rollback(self) -> Intent:
         """What ``rollback`` does.
@@ -100,48 +98,48 @@ class Lanes:
                 code="lane-no-previous",
                 hint="gpuguard lane switch NAME",
             )
-        return self._intend("rollback", store.read_release(self._host, target), keep=False)
+        return self._intend("rollback", store.read_release(self._host, target))
 
-    def _intend(self, kind: str, release: Release, *, keep: bool) -> Intent:
+    def _intend(self, kind: str, release: Release) -> Intent:
         lane_id, active = release.release_id, store.read_active(self._host).lane_id
         first = not store.is_warm(self._host, lane_id)
         seconds = self._expected(lane_id, first=first)
         if active == lane_id and Systemd(self._host).show(release.lane.unit).is_running:
             return Intent(None, release, seconds=seconds, first=first)
-        if keep and disk_problem(self._host) is None:
-            store.write_release(self._host, release)
-        chain, note = self._chain(release.lane, keep=keep)
+        chain, fresh, note = self._chain(release.lane)
         switch = new_switch(self._host, kind, lane_id, active, chain, note)
-        return Intent(switch, release, seconds=seconds, first=first)
+        pending = (release, *fresh)
+        return Intent(switch, release, seconds=seconds, first=first, pending=pending)
 
-    def _chain(self, lane: Lane, *, keep: bool) -> tuple[tuple[str, ...], str]:
-        """Fallbacks as releases: what was good before, else what the file says now."""
-        chain, missing = [], []
+    def _chain(self, lane: Lane) -> tuple[tuple[str, ...], list[Release], str]:
+        """Fallbacks: what was promoted last, else what the file says now; that is not kept yet."""
+        chain: list[str] = []
+        fresh: list[Release] = []
+        missing: list[str] = []
         for name in lane.fallback:
             known = store.find_release(self._host, name)
             if known is None:
                 try:
-                    known = self._release_of_file(name, keep=keep)
+                    fresh.append(self._release_of_file(name))
                 except ConfigError as error:
                     missing.append(f"{name} ({error.message})")
                     continue
+                known = fresh[-1].release_id
             chain.append(known)
         note = f"no fallback: {', '.join(missing)}" if missing else ""
-        return tuple(chain), note
+        return tuple(chain), fresh, note
 
-    def _release_of_file(self, name: str, *, keep: bool) -> str:
+    def _release_of_file(self, name: str) -> Release:
         lane = read_lane(self._host, name)
         if errors := errors_of(check_lane(self._host, lane, store.read_history(self._host))):
             raise ConfigError(errors[0].message, code="lane-invalid")
-        if keep:
-            store.write_release(self._host, Release(lane, render(lane, self._program())))
-        return lane.lane_id
+        return Release(lane, render(lane, self._program()))
 
     def look(self, intent: Intent) -> Intent:
         """The intent with everything that is in its way."""
         if intent.switch is None:
             return intent
-        steps = _Overlay(self._host, self._settings, self._listener.progress, intent.release)
+        steps = self._steps(intent.pending)
         refused = steps.look(intent.switch)
         return replace(intent, refusals=refused, notes=(*intent.switch.notes, *steps.notes))
 
@@ -152,10 +150,13 @@ class Lanes:
         assert intent.switch is not None  # noqa: S101 - the caller has looked
         if (problem := disk_problem(self._host)) is not None:  # not even our own record fits
             raise PreflightError(problem, code="lane-disk-full", hint="df -h /var/lib/gpuguard")
-        return self._run(intent.switch)
+        return self._run(intent.switch, intent.pending)
 
-    def _run(self, switch: Switch) -> tuple[Result, Steps]:
-        steps = Steps(self._host, self._settings, self._listener.progress)
+    def _steps(self, pending: tuple[Release, ...] = ()) -> Steps:
+        return Steps(self._host, self._settings, self._listener.progress, pending)
+
+    def _run(self, switch: Switch, pending: tuple[Release, ...] = ()) -> tuple[Result, Steps]:
+        steps = self._steps(pending)
         return run(self._host, switch, steps, self._say), steps
 
     def _say(self, switch: Switch) -> None:
@@ -211,7 +212,7 @@ class Lanes:
         """
         release = active_release(self._host)
         front = Front(self._host, self._settings.retry_after)
-        steps = Steps(self._host, self._settings, self._listener.progress)
+        steps = self._steps()
         if front.is_installed():
             port = DEFAULT_PORT if release is None else release.lane.port
             front.set_route(Route(port, is_open=False))
@@ -229,25 +230,6 @@ class Lanes:
             return None
         route = Route(release.lane.port, is_open=True)
         return quietly(lambda: front.set_route(route))
-
-
-class _Overlay(Steps):
-    """Looks for a release that is not kept yet."""
-
-    def __init__(
-        self,
-        host: Host,
-        settings: Settings,
-        progress: Callable[[str], None],
-        release: Release,
-    ) -> None:
-        super().__init__(host, settings, progress)
-        self._new = release
-
-    def _release(self, lane_id: str) -> Release:
-        if lane_id == self._new.release_id:
-            return self._new
-        return super()._release(lane_id)
 
 
 def is_edited(host: Host, lane: Lane) -> bool | None:

@@ -44,8 +44,15 @@ class Settings:
 class Steps:
     """Acts. What was noticed on the way stays in ``notes``, ``starts``, ``gate`` and so on."""
 
-    def __init__(self, host: Host, settings: Settings, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        settings: Settings,
+        progress: Callable[[str], None],
+        pending: tuple[Release, ...] = (),
+    ) -> None:
         self._host = host
+        self._pending = {release.release_id: release for release in pending}
         self._progress = progress
         self._systemd = Systemd(host)
         self._watch = Watch(host, self._systemd, progress)
@@ -82,16 +89,21 @@ class Steps:
 
     def _preflight(self, switch: Switch) -> str | None:
         self.refusals = self.look(switch)
+        if not self.refusals:  # what was refused is not kept: nobody is to fall back on it
+            for release in self._pending.values():
+                store.write_release(self._host, release)
+            self._pending.clear()
         return "; ".join(refusal.message for refusal in self.refusals) or None
 
     def look(self, switch: Switch) -> tuple[Refusal, ...]:
         """Everything that keeps the target from being started; changes nothing."""
         lane = self._release(switch.target).lane
         # what was good once is not measured against newer rules when it must come back
-        is_new = switch.kind == "switch" and switch.role is Role.NEW
+        asked_for = switch.kind == "switch" and switch.role is Role.NEW
+        is_new = asked_for or not store.was_promoted(self._host, switch.target)
         problems = check_lane(self._host, lane, store.read_history(self._host)) if is_new else ()
         front = self._front_problem()
-        if not is_new and front is not None:
+        if not asked_for and front is not None:
             self._note(front)
             front = None
         facts = look_before(
@@ -250,6 +262,7 @@ class Steps:
 
     def _promote(self, switch: Switch) -> str | None:
         lane = self._release(switch.target).lane
+        store.mark_promoted(self._host, switch.target, switch.started)
         before = store.read_active(self._host)
         if before.lane_id != switch.target:
             last = before.last_good
@@ -303,6 +316,8 @@ class Steps:
     # --- small things
 
     def _release(self, lane_id: str) -> Release:
+        if lane_id in self._pending:
+            return self._pending[lane_id]
         return store.read_release(self._host, lane_id)
 
     def _note(self, *texts: str) -> None:

@@ -1,7 +1,8 @@
 """What is remembered of lanes: releases, which one is active, the switch under way, history.
 
 A *release* is a lane as it was started: its content and the files made from it, byte for byte.
-It is never changed, so that going back needs neither the lane file nor the same gpuguard.
+Once it was *promoted* it is never changed, so that going back needs neither the lane file nor the
+same gpuguard. What was never promoted is nothing to go back to, however new it is.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gpuguard.state import LANE_STATE_DIR
 ACTIVE_FILE = f"{LANE_STATE_DIR}/active.json"
 SWITCH_FILE = f"{LANE_STATE_DIR}/switch.json"
 HISTORY_FILE = f"{LANE_STATE_DIR}/history.jsonl"
+PROMOTED_FILE = f"{LANE_STATE_DIR}/promoted.json"
 RELEASES_DIR = f"{LANE_STATE_DIR}/releases"
 SNAPSHOTS_DIR = f"{LANE_STATE_DIR}/snapshots"
 WARM_DIR = f"{LANE_STATE_DIR}/warm"  # <lane id>: it was ready once, its kernels are compiled
@@ -38,6 +40,9 @@ _SCHEMA = 1
 _MAX_HISTORY = 1000
 _KEEP_RELEASES = 20
 _KEEP_SNAPSHOTS = 20
+_KEEP_PROMOTED = 200
+_PRIVATE_FILE = 0o600
+_PRIVATE_DIR = 0o700
 _LOOKS = 4
 _LOOK_AGAIN = 0.05
 
@@ -197,11 +202,12 @@ def release_file(release_id: str) -> str:
 
 
 def write_release(host: Host, release: Release) -> None:
-    """Keep a release; one that is kept already stays as it is, with the files of its time."""
-    if read_bytes(host, release_file(release.release_id)) is None:
-        files = [dataclasses.asdict(file) for file in release.files]
-        document = {"lane": lane_document(release.lane), "files": files}
-        _save(host, release_file(release.release_id), document)
+    """Keep a release; one that was promoted stays as it is, with the files of its time."""
+    file = release_file(release.release_id)
+    if was_promoted(host, release.release_id) and read_bytes(host, file) is not None:
+        return
+    files = [dataclasses.asdict(one) for one in release.files]
+    _save_private(host, file, {"lane": lane_document(release.lane), "files": files})
 
 
 def read_release(host: Host, release_id: str) -> Release:
@@ -221,14 +227,46 @@ def read_release(host: Host, release_id: str) -> Release:
         raise _unusable(host, file, f"lacks {error}") from error
 
 
+def _promotions(host: Host) -> dict[str, str]:
+    """Release -> when it was promoted, the last one last: clocks may be wrong, the order is not."""
+    document = _load(host, PROMOTED_FILE)
+    if document is None:  # a gpuguard before this record: what it had promoted is known from here
+        active = read_active(host)
+        known = (active.previous, active.last_good, active.lane_id)
+        return {lane_id: active.since for lane_id in known if lane_id is not None}
+    try:
+        return {str(one["lane_id"]): str(one["when"]) for one in document["promoted"]}
+    except (KeyError, TypeError) as error:
+        raise _unusable(host, PROMOTED_FILE, f"lacks {error}") from error
+
+
+def mark_promoted(host: Host, release_id: str, when: str) -> None:
+    """A release has shown itself to be good; durable when this returns."""
+    known = _promotions(host)
+    known.pop(release_id, None)
+    entries = [{"lane_id": key, "when": value} for key, value in known.items()]
+    entries.append({"lane_id": release_id, "when": when})
+    _save(host, PROMOTED_FILE, {"promoted": entries[-_KEEP_PROMOTED:]})
+
+
+def was_promoted(host: Host, release_id: str) -> bool:
+    """Whether a release was good once.
+
+    Raises:
+        ProbeError, StateError: the record cannot be read.
+    """
+    return release_id in _promotions(host)
+
+
 def find_release(host: Host, name: str) -> str | None:
-    """The newest release of a lane by name."""
-    candidates = [
-        (host.path(f"{RELEASES_DIR}/{file}").stat().st_mtime, file.removesuffix(".json"))
-        for file in list_dir(host, RELEASES_DIR)
-        if file.endswith(".json") and file.rpartition("-")[0] == name
-    ]
-    return max(candidates)[1] if candidates else None
+    """The release of a lane that was promoted last; None: none ever was, or none is kept.
+
+    Raises:
+        ProbeError, StateError: the record cannot be read.
+    """
+    kept = {file.removesuffix(".json") for file in list_dir(host, RELEASES_DIR)}
+    promoted = [one for one in _promotions(host) if one.rpartition("-")[0] == name and one in kept]
+    return promoted[-1] if promoted else None
 
 
 def prune(host: Host, keep: frozenset[str]) -> None:
@@ -244,7 +282,7 @@ def prune(host: Host, keep: frozenset[str]) -> None:
 
 def write_snapshot(host: Host, name: str, document: dict[str, Any]) -> None:
     """Keep the state before a switch."""
-    _save(host, f"{SNAPSHOTS_DIR}/{name}.json", document)
+    _save_private(host, f"{SNAPSHOTS_DIR}/{name}.json", document)
 
 
 def is_warm(host: Host, lane_id: str) -> bool:
@@ -306,16 +344,32 @@ def write_baseline(host: Host, used: dict[str, int]) -> None:
     _save(host, BASELINE_FILE, {"used": used})
 
 
-def _save(host: Host, file: str, document: dict[str, Any]) -> None:
+def _save_private(host: Host, file: str, document: dict[str, Any]) -> None:
+    """For what has a lane's environment in it; also where an older gpuguard made the folder."""
+    try:
+        folder = host.path(file).parent
+        make_dirs(folder.parent)
+        make_dirs(folder, mode=_PRIVATE_DIR)
+        folder.chmod(_PRIVATE_DIR)
+    except OSError as error:
+        raise _unwritable(host, file, error) from error
+    _save(host, file, document, mode=_PRIVATE_FILE)
+
+
+def _save(host: Host, file: str, document: dict[str, Any], *, mode: int = 0o644) -> None:
     text = json.dumps({"schema": _SCHEMA, **document}, indent=1, ensure_ascii=False)
     try:
-        host.replace_file(file, text.encode() + b"\n")
+        host.replace_file(file, text.encode() + b"\n", mode=mode)
     except OSError as error:
-        raise StateError(
-            f"{host.path(file)} cannot be written: {error.strerror}",
-            code="state-unwritable",
-            hint="see that the disk is writable and not full",
-        ) from error
+        raise _unwritable(host, file, error) from error
+
+
+def _unwritable(host: Host, file: str, error: OSError) -> StateError:
+    return StateError(
+        f"{host.path(file)} cannot be written: {error.strerror}",
+        code="state-unwritable",
+        hint="see that the disk is writable and not full",
+    )
 
 
 def _load(host: Host, file: str) -> dict[str, Any] | None:
