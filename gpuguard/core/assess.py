@@ -18,7 +18,7 @@ from gpuguard.core.findings import Finding, Severity, Verdict, verdict_of
 from gpuguard.core.hold_findings import hold_findings
 from gpuguard.core.holds import HoldState, hold_state
 from gpuguard.core.loaded import loaded_identity
-from gpuguard.core.p2p import Grant, p2p_findings, p2p_healthy
+from gpuguard.core.p2p import Grant, driver_not_loaded, p2p_findings, p2p_healthy
 from gpuguard.core.policy import Policy
 from gpuguard.core.readiness import Obstacle, obstacles
 from gpuguard.core.remedies import LOOK_AGAIN, after_failure, remedy_of
@@ -194,8 +194,11 @@ def _kernel_findings(
 
 
 def _p2p_findings(facts: HostFacts, grant: Grant) -> Iterator[Finding]:
-    if facts.p2p.source is not None or facts.driver.loaded is not None:
+    if facts.p2p.source is not None or grant.loaded != "none":
         yield from p2p_findings(grant)
+    elif facts.running is not None and facts.driver.problem is None:
+        # a tree where no kernel runs, a disk at rest, has nothing loaded in any case
+        yield from driver_not_loaded(grant)
 
 
 def _loaded_findings(facts: HostFacts, loaded: str, *, granted: bool) -> Iterator[Finding]:

@@ -111,6 +111,25 @@ def p2p_findings(grant: Grant) -> Iterator[Finding]:
     yield from _lost_pairs(grant)
 
 
+def driver_not_loaded(grant: Grant) -> Iterator[Finding]:
+    """Of a host that runs without the driver: nothing, if no card is expected."""
+    number = grant.expected.number
+    if not number:
+        return
+    there = [card for card in grant.on_bus if card not in grant.expected.exclude]
+    origin = _ORIGIN.get(grant.expected.origin, "")
+    yield Finding(
+        code="driver-not-loaded",
+        severity=Severity.CRITICAL if there else Severity.UNKNOWN,
+        subject="driver",
+        message=f"no NVIDIA driver is loaded, and {number} cards are expected {origin}"
+        + ("" if there else "; none is seen on the PCI bus"),
+        remedy=f"{REMEDIES[NO_DRIVER]}; a card that is meant for something else belongs into "
+        "p2p.exclude",
+        evidence=dict.fromkeys(there, "on the PCI bus"),
+    )
+
+
 def _unknown(grant: Grant) -> Finding:
     reason = grant.p2p.reason or (NO_DEVICES if grant.p2p.source else FAILED)
     return Finding(
