@@ -19,6 +19,7 @@ from gpuguard.host import Host
 from gpuguard.state import WINDOW_FILE, WINDOWS_DIR
 
 _SCHEMA = 1
+FOLLOWED = "followed by "  # how a window that is put aside says so
 
 
 class Phase(StrEnum):
@@ -54,12 +55,25 @@ class WindowBuild:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowBoot:
+    """A boot that was not the one that a window waits for."""
+
+    at: str
+    boot_id: str
+    release: str | None
+    driver: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """One maintenance window. Times are RFC 3339, UTC.
 
     ``outcome`` is empty while it is open, then ``done``, ``failed`` or ``interrupted``, and
     ``message`` says why. ``automatic``: packages that apt had marked as installed automatically.
     ``verdict`` and ``proof`` are the gate's after the boot that the window waited for.
+    ``awaits_kernels`` and ``awaits_driver``: one of these kernels, and this driver, have to come
+    up; ``boots``: others that came up meanwhile. ``follows``: the window whose boot this one's
+    boot will be, too. ``unfinished``: what is half done at the end, as dpkg or apt says it.
     """
 
     id: str
@@ -81,6 +95,11 @@ class Window:
     reasons: tuple[str, ...] = ()
     verdict: str | None = None
     proof: Mapping[str, Any] | None = None
+    awaits_kernels: tuple[str, ...] = ()
+    awaits_driver: str | None = None
+    boots: tuple[WindowBoot, ...] = ()
+    follows: str = ""
+    unfinished: str = ""
 
     def entering(self, phase: Phase, when: str) -> Window:
         """The record for a phase that is about to begin."""
@@ -116,13 +135,42 @@ def file_window(host: Host, window: Window) -> None:
     Raises:
         StateError: it cannot be written.
     """
-    _write(host, f"{WINDOWS_DIR}/{window.id}.json", window)
-    host.remove_file(WINDOW_FILE)
+    copy_window(host, window)
+    _remove(host, WINDOW_FILE)
+
+
+def copy_window(host: Host, window: Window) -> None:
+    """Put a record among those that are closed; ``WINDOW_FILE`` stays as it is.
+
+    Raises:
+        StateError: it cannot be written.
+    """
+    _write(host, _filed(window.id), window)
+
+
+def restore_window(host: Host, name: str) -> Window | None:
+    """Let a window wait for its boot again that ``copy_window`` had put aside.
+
+    Raises:
+        StateError: a record cannot be read or written.
+    """
+    aside = _read(host.path(_filed(name)))
+    if aside is None:
+        return None
+    message = "; ".join(p for p in aside.message.split("; ") if not p.startswith(FOLLOWED))
+    waiting = replace(aside, phase=Phase.WAITING, message=message)
+    write_window(host, waiting)
+    _remove(host, _filed(name))
+    return waiting
 
 
 def drop_window(host: Host) -> None:
-    """Forget the record: nothing has happened."""
-    host.remove_file(WINDOW_FILE)
+    """Forget the record: nothing has happened.
+
+    Raises:
+        StateError: it cannot be removed.
+    """
+    _remove(host, WINDOW_FILE)
 
 
 def list_windows(host: Host) -> tuple[Window, ...]:
@@ -153,16 +201,31 @@ def window_document(window: Window) -> dict[str, Any]:
     return {"schema": _SCHEMA, **document}
 
 
+def _filed(name: str) -> str:
+    return f"{WINDOWS_DIR}/{name}.json"
+
+
+def _remove(host: Host, path: str) -> None:
+    try:
+        host.remove_file(path)
+    except OSError as error:
+        raise _unwritable(path, "removed", error) from error
+
+
+def _unwritable(path: str, what: str, error: OSError) -> StateError:
+    return StateError(
+        f"{path} cannot be {what}: {error.strerror}",
+        code="state-unwritable",
+        hint="see that the disk is writable and not full",
+    )
+
+
 def _write(host: Host, path: str, window: Window) -> None:
     content = json.dumps(window_document(window), indent=1).encode() + b"\n"
     try:
         host.replace_file(path, content)
     except OSError as error:
-        raise StateError(
-            f"{path} cannot be written: {error.strerror}",
-            code="state-unwritable",
-            hint="see that the disk is writable and not full",
-        ) from error
+        raise _unwritable(path, "written", error) from error
 
 
 def _read(path: Path) -> Window | None:
@@ -183,12 +246,13 @@ def _read(path: Path) -> Window | None:
 
 def _decoded(document: dict[str, Any]) -> Window:
     known = {name: document[name] for name in Window.__dataclass_fields__ if name in document}
-    lists = ("requested", "automatic", "held", "reasons")
+    lists = ("requested", "automatic", "held", "reasons", "awaits_kernels")
     return Window(**{
         **known,
         **{name: tuple(map(str, known.get(name, ()))) for name in lists},
         "phase": Phase(known["phase"]),
         "phases": tuple((p["phase"], p["at"]) for p in known.get("phases", ())),
         "changes": tuple(Change(**change) for change in known.get("changes", ())),
+        "boots": tuple(WindowBoot(**boot) for boot in known.get("boots", ())),
         "builds": tuple(WindowBuild(**build) for build in known.get("builds", ())),
     })  # fmt: skip

@@ -71,6 +71,7 @@ class WindowBox(Box):
         *,
         depends: str = "",
         conflicts: str = "",
+        provides: str = "",
         files: Mapping[str, str | bytes | Path] | None = None,
         links: Mapping[str, str] | None = None,
         trees: Mapping[str, Path] | None = None,
@@ -85,6 +86,7 @@ class WindowBox(Box):
             "Package": name, "Version": version, "Architecture": _architecture(),
             "Maintainer": "test <test@example.invalid>", "Description": "toy",
             "Installed-Size": "10", "Depends": depends, "Conflicts": conflicts,
+            "Provides": provides,
         }  # fmt: skip
         (control / "control").write_text("".join(f"{k}: {v}\n" for k, v in fields.items() if v))
         for script, text in (scripts or {}).items():
@@ -129,7 +131,8 @@ class WindowBox(Box):
             )
         usual = {
             "postinst": _KERNEL_POSTINST.format(release=release),
-            "postrm": f"#!/bin/sh\nrm -rf /lib/modules/{release}\nupdate-grub\n",
+            "postrm": f"#!/bin/sh\ncase $1 in abort-*) exit 0; esac\nrm -rf /lib/modules/{release}\n"
+            "update-grub\n",
         }
         self.offer(f"linux-image-{release}", version, files=files, scripts=usual | scripts)
         self.offer("linux-image-generic", version, depends=f"linux-image-{release}")

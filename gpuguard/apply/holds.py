@@ -7,7 +7,7 @@ call or, on a name that it cannot make sense of, none.
 
 from __future__ import annotations
 
-import tempfile
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,15 +62,15 @@ def set_selections(host: Host, wanted: Mapping[str, str], *, timeout: float) -> 
 
 def _tell_dpkg(host: Host, lines: str) -> CommandError | None:
     root = () if host.is_live else ("--force-not-root", f"--root={host.root}")
-    with tempfile.NamedTemporaryFile("w", prefix="gpuguard-selections-") as file:
-        file.write(lines)
-        file.flush()
-        try:
-            host.run(
-                "dpkg", *root, "--set-selections", timeout=_DPKG_SECONDS, stdin=Path(file.name)
-            )
-        except CommandError as error:
-            return error
+    memory = os.memfd_create("gpuguard-selections", os.MFD_CLOEXEC)  # no disk that may be full
+    try:
+        os.write(memory, lines.encode())
+        given = Path(f"/proc/self/fd/{memory}")
+        host.run("dpkg", *root, "--set-selections", timeout=_DPKG_SECONDS, stdin=given)
+    except CommandError as error:
+        return error
+    finally:
+        os.close(memory)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from signal import Signals
 from typing import Annotated
 
 import typer
@@ -24,13 +25,14 @@ from gpuguard.cli.upgrade_text import (
 )
 from gpuguard.config import Config
 from gpuguard.config_file import load_config
-from gpuguard.errors import GpuguardError, LockHeldError, UsageError
+from gpuguard.errors import GpuguardError, Interrupted, LockHeldError, UsageError
 from gpuguard.verbs.rebuild import Outcome
 from gpuguard.verbs.upgrade import Report, carry_out, noted_preflight
 from gpuguard.verbs.upgrade_preflight import Preflight, Wish, error_of, prepare
 from gpuguard.window import list_windows, read_window, window_document
 
 _REBOOT_SECONDS = 60.0
+_BY_SIGNAL = 128
 
 
 def upgrade(
@@ -96,6 +98,7 @@ def upgrade(
 def _run(context: Context, config: Config, wish: Wish) -> Report | None:
     """The window; None if there was nothing to upgrade."""
     progress = progress_for_terminal()
+    listener = None
     try:
         with changing(context, config.lock_timeout_seconds):
             with noted_preflight(context.host):
@@ -108,17 +111,26 @@ def _run(context: Context, config: Config, wish: Wish) -> Report | None:
                 return None
             if not context.json:
                 typer.echo(preflight_text(preflight))
-            listener = _Listener(context, progress)
+            listener = _Listener(context, progress, preflight)
             report = carry_out(context.host, config, preflight, progress, listener)
+    except Interrupted as error:
+        if listener is None or not listener.was_stopped:
+            raise
+        typer.echo(f"gpuguard: stopped by {Signals(error.signum).name}", err=True)
+        raise typer.Exit(_BY_SIGNAL + error.signum) from None
     finally:
         progress.close()
+    _say_report(context, preflight, report)
+    return report
+
+
+def _say_report(context: Context, preflight: Preflight, report: Report) -> None:
     if context.json:
         context.print_json(report_document(preflight, report))
-    else:
-        typer.echo(report_text(report))
-        for error in filter(None, (report.error, *report.problems)):
-            say_error(error)
-    return report
+        return
+    typer.echo(report_text(report))
+    for error in filter(None, (report.error, *report.problems)):
+        say_error(error)
 
 
 def _say_nothing_to_do(context: Context, preflight: Preflight) -> None:
@@ -158,8 +170,9 @@ def _looking(context: Context, config: Config) -> Iterator[None]:
 class _Listener:
     """Shows apt's output as it comes, on stderr if JSON is asked for."""
 
-    def __init__(self, context: Context, progress: Bar | Lines) -> None:
-        self._context, self._progress = context, progress
+    def __init__(self, context: Context, progress: Bar | Lines, preflight: Preflight) -> None:
+        self._context, self._progress, self._preflight = context, progress, preflight
+        self.was_stopped = False
 
     def line(self, text: str) -> None:
         """A line of apt's."""
@@ -174,6 +187,12 @@ class _Listener:
         self._progress.close()
         if not self._context.json:
             say_outcome(outcome)
+
+    def stopped(self, report: Report) -> None:
+        """What was done until somebody ended us."""
+        self.was_stopped = True
+        self._progress.close()
+        _say_report(self._context, self._preflight, report)
 
 
 def _show_history(context: Context) -> None:

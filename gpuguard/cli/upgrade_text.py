@@ -11,8 +11,10 @@ from gpuguard.cli.render import coloured, shown, table
 from gpuguard.cli.steps import outcome_document
 from gpuguard.core.boot_default import Pinning
 from gpuguard.core.findings import Verdict
-from gpuguard.core.upgrade import Change, Refusal, Trial
+from gpuguard.core.upgrade import MENDING, Change, Refusal, Trial
+from gpuguard.core.withheld import days_between
 from gpuguard.errors import GpuguardError
+from gpuguard.verbs.clock import now
 from gpuguard.verbs.upgrade import Report
 from gpuguard.verbs.upgrade_preflight import Preflight
 from gpuguard.window import Phase, Window, window_document
@@ -33,8 +35,17 @@ def preflight_text(preflight: Preflight) -> str:
         lines.append(f"left alone, held by others: {', '.join(preflight.foreign)}")
     now = "safe" if preflight.safe_now else "not safe"
     lines.append(f"next boot as it is now: {preflight.facts.next.release or 'unknown'}, {now}")
+    lines.append(f"apt's lists were fetched: {lists_age(preflight.lists_updated)}")
     lines += [_refusal_text(refusal) for refusal in preflight.refusals]
     return "\n".join(lines)
+
+
+def lists_age(updated: str | None) -> str:
+    """``2026-11-29T18:00:00Z, 3 days ago``: a plan is as good as the lists it was made from."""
+    if updated is None:
+        return "never, or nobody knows when; run apt-get update before"
+    days = days_between(updated, now())
+    return f"{updated}, {days} day{'' if days == 1 else 's'} ago" if days else updated
 
 
 def changes_text(changes: Sequence[Change]) -> str:
@@ -47,9 +58,15 @@ def report_text(report: Report) -> str:
     """How a window ended, and what is left to do."""
     window = report.window
     lines = []
+    if window.outcome == "interrupted":
+        number = len(report.installed)
+        lines.append(
+            f"the window was stopped; installed: {number} of {len(window.changes)} packages"
+        )
     if report.unfinished:
         lines += ["half installed or half configured:"]
         lines += [f"  | {shown(line)}" for line in report.unfinished.splitlines()]
+        lines += ["  -> to finish it:", *(f"  -> {line}" for line in MENDING.splitlines())]
     if report.holds is not None:
         lines.append(f"on hold again: {len(report.holds.held)} packages")
     if window.reboot_safe is not None:
@@ -60,6 +77,8 @@ def report_text(report: Report) -> str:
         lines.append(
             f"the boot default is kept on {report.settled.release}: {report.settled.reason}"
         )
+    if window.outcome == "interrupted" and (window.phase is Phase.WAITING or report.unfinished):
+        lines.append("still to do: gpuguard rebuild, which builds what is missing")
     if window.phase is Phase.WAITING:
         lines.append("still to do: reboot; the gate then closes this window's record")
     return "\n".join(lines)
@@ -93,6 +112,7 @@ def preflight_document(preflight: Preflight) -> dict[str, Any]:
         "removed_kernels": list(upgrade.removed_kernels),
         "driver_version": upgrade.driver_version,
         "foreign_holds": list(preflight.foreign),
+        "lists_updated": preflight.lists_updated,
         "reboot_now": {"next": preflight.facts.next.release, "safe": preflight.safe_now},
         "builds_tried": preflight.wish.build,
         "builds": [
@@ -115,6 +135,7 @@ def report_document(preflight: Preflight, report: Report) -> dict[str, Any]:
         "window": window_document(report.window),
         "steps": [outcome_document(outcome, report.unready) for outcome in report.outcomes],
         "held_again": list(report.holds.held) if report.holds is not None else None,
+        "installed": _changes(report.installed),
         "unfinished": report.unfinished,
         "boot_default": None
         if report.settled is None

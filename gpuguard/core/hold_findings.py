@@ -8,6 +8,7 @@ from gpuguard.core.findings import Finding, Severity
 from gpuguard.core.holds import HoldFacts, HoldState, SteppedOver, WithheldRecord
 
 _SUBJECT = "holds"
+_PIN_FILE = "/etc/apt/preferences.d/gpuguard-renamed"
 _NAMED = 4  # a host has 50 packages of kernel and driver
 _BY_ITSELF = "; the next automatic run does it, too"
 
@@ -84,7 +85,19 @@ def _instead(state: HoldState) -> str:
         remedies.append(f"sudo gpuguard unhold {' '.join(ours)}")
     if foreign := [name for name in left_over if name in state.foreign]:
         remedies.append(f"sudo apt-mark unhold {' '.join(foreign)}")
+    renamed = {n: v for hold in state.ineffective for n, v in hold.renamed.items()}
+    if renamed:
+        remedies.append(f"and beside the holds, which end with a name: {_pin(renamed)}")
     return "; ".join(remedies)
+
+
+def _pin(renamed: Mapping[str, str]) -> str:
+    """What to paste: apt keeps these packages at the versions that they have."""
+    stanzas = "\\n\\n".join(
+        f"Package: {name.partition(':')[0]}\\nPin: version {version}\\nPin-Priority: 1001"
+        for name, version in sorted(renamed.items())
+    )
+    return f"printf '{stanzas}\\n' | sudo tee {_PIN_FILE} (away with it for a window)"
 
 
 def _who(one: SteppedOver, facts: HoldFacts) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpuguard.core.holds import HoldFacts, HoldPolicy, Ledger, LedgerEntry, hold_state
-from gpuguard.core.packages import Package
+from gpuguard.core.packages import Package, key_of
 from gpuguard.errors import UsageError
 
 
@@ -46,6 +46,7 @@ def plan_hold(
     """
     book = facts.book
     if names is not None:
+        names = [key_of(name, facts.packages) for name in names]
         _refuse_absent(facts.packages, names)
         book = replace(book, exempt=_without(book.exempt, names))
         targets = {*names, *book.lifted}
@@ -85,6 +86,7 @@ def plan_unhold(facts: HoldFacts, names: Sequence[str] | None) -> HoldPlan:
         held = [name for name, package in facts.packages.items() if package.is_held]
         foreign = [name for name in held if name not in book.packages]
         return _plan(facts, book, Ledger(), release=book.packages, foreign=foreign)
+    names = [key_of(name, facts.packages) for name in names]
     _refuse_others(facts, names)
     exempt = {*book.exempt, *names} if book.active else book.exempt
     after = replace(

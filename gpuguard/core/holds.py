@@ -124,11 +124,16 @@ class SteppedOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ineffective:
-    """A hold that keeps nothing back: why, and what to hold instead (empty: nothing)."""
+    """A hold that keeps nothing back: why, and what to hold instead (empty: nothing).
+
+    ``renamed``: package -> version of what a transitional one leads to; a hold on it ends with its
+    next name, a pin by version does not.
+    """
 
     name: str
     reason: str
     instead: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +240,7 @@ def _ineffective(
                     name=name,
                     reason=f"it is transitional, and {', '.join(successors)} is free",
                     instead=successors,
+                    renamed={other: packages[other].version for other in successors},
                 )
             )
     return tuple(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 
@@ -42,6 +42,14 @@ class Package:
     @property
     def is_held(self) -> bool:
         return self.selection == "hold"
+
+
+def key_of(name: str, packages: Mapping[str, Package]) -> str:
+    """A name as ``read_packages`` has it: ``libc6:amd64``, as dpkg -l prints it, is ``libc6``."""
+    plain, colon, architecture = name.partition(":")
+    if not colon or name in packages or plain not in packages:
+        return name
+    return plain if packages[plain].architecture in (architecture, "all") else name
 
 
 def name_matcher(patterns: Sequence[str]) -> Callable[[str], bool]:

@@ -16,6 +16,7 @@ from gpuguard.core.facts import (
 from gpuguard.core.findings import Severity
 from gpuguard.core.obstacle import Obstacle as Obstacle  # noqa: PLC0414 - asked for here
 from gpuguard.core.signatures import signature_obstacles
+from gpuguard.core.upgrade import MENDING
 
 
 def obstacles(
@@ -55,7 +56,8 @@ def _unconfigured(kernel: KernelFacts) -> Iterator[Obstacle]:
             message=f"its package is {kernel.unconfigured}: its initramfs may be missing, and what "
             "its scripts do",
             rebuildable=False,
-            remedy="dpkg --configure -a; if that fails, because of the package it names",
+            remedy="dpkg --configure -a; if that fails, because of the package it names, or with "
+            f"dependency problems: {'; '.join(MENDING.splitlines())}",
         )
 
 

@@ -7,9 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from gpuguard.core.package_names import kernel_kind
 from gpuguard.core.packages import Package
 from gpuguard.core.releases import release_key
 
+#: What ends half-done packages: on hold, apt could not.
+MENDING = """\
+sudo gpuguard unhold
+sudo dpkg --configure -a; sudo apt-get --fix-broken install
+sudo gpuguard hold"""
 _UNAVAILABLE, _CONFIG = 69, 78  # sysexits(3)
 # Inst NAME [OLD] (NEW ARCHIVE, ARCHIVE [ARCH]) []
 _INSTALL = re.compile(
@@ -149,8 +155,11 @@ def kernel_release(package: str) -> str | None:
 
 
 def is_specification(word: str) -> bool:
-    """True for ``NAME``, ``NAME:ARCH`` and ``NAME=VERSION``: what is safe to hand to apt."""
-    return _SPECIFICATION.fullmatch(word) is not None
+    """True for ``NAME``, ``NAME:ARCH`` and ``NAME=VERSION``: what is safe to hand to apt.
+
+    Not with ``+`` or ``-`` at the end, which apt takes for "install" and "remove".
+    """
+    return _SPECIFICATION.fullmatch(word) is not None and not word.endswith(("+", "-"))
 
 
 def choose(
@@ -208,16 +217,27 @@ def removal_refusals(upgrade: Upgrade, is_meant: Callable[[str], bool]) -> Itera
         )
 
 
-def headers_refusals(upgrade: Upgrade) -> Iterator[Refusal]:
-    """A new kernel would come without the headers that its modules are compiled against."""
+def headers_refusals(upgrade: Upgrade, *, named: bool = False) -> Iterator[Refusal]:
+    """A new kernel would come without the headers that its modules are compiled against.
+
+    ``named``: somebody has named the packages, so the headers may just not be among them.
+    """
     for release in upgrade.new_kernels:
         if not upgrade.has_headers(release):
             yield Refusal(
                 code="upgrade-without-headers",
                 message=f"{release} would be installed without its headers: no patched modules",
-                hint="install the headers' meta-package, so that they come along: apt-get install "
-                "linux-headers-amd64 (Debian) or linux-headers-generic (Ubuntu)",
+                hint=_headers_hint(release, named=named),
             )
+
+
+def _headers_hint(release: str, *, named: bool) -> str:
+    kind = kernel_kind(f"linux-image-{release}")
+    flavour = kind[1] if kind else ""
+    meta = f"linux-headers-{flavour}" if flavour else f"linux-headers-{release}"
+    if named:
+        return f"name {meta} as well, or run gpuguard upgrade without names"
+    return f"install the headers' meta-package, so that they come along: apt-get install {meta}"
 
 
 def driver_refusals(upgrade: Upgrade, configured: str | None) -> Iterator[Refusal]:

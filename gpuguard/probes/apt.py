@@ -20,6 +20,11 @@ _QUERY_SECONDS = 120.0
 _DOWNLOAD_SECONDS = 3600.0
 _UPDATES_DIR = "/var/lib/dpkg/updates"
 _FIELD = re.compile(r"^(\w[\w-]*): (.*)$", re.MULTILINE)
+_UNMET = "unmet dependencies"
+#: Only looks: no lock, no caches.
+_NO_TRACES = (
+    "-o", "Debug::NoLocking=1", "-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache=",
+)  # fmt: skip
 UPDATE_HINT = "run `apt-get update` as root, and check that the package archive can be reached"
 
 
@@ -66,12 +71,13 @@ def simulate(host: Host, words: Sequence[str], status: str) -> tuple[Change, ...
 
 
 def unfinished(host: Host) -> str:
-    """What dpkg says is half done, in its own words; empty: nothing.
+    """What dpkg or apt says is half done, in their own words; empty: nothing.
+
+    Also dependencies that are not met: packages that came alone are all configured.
 
     Raises:
-        ProbeError: dpkg cannot be asked.
+        ProbeError: they cannot be asked.
     """
-    pending = [name for name in list_dir(host, _UPDATES_DIR) if name.isdecimal()]
     try:
         done = host.run(
             *words_inside(host, "dpkg", "--audit"), timeout=_QUERY_SECONDS, ok=(0, 1)
@@ -81,9 +87,52 @@ def unfinished(host: Host) -> str:
     if done.exit_status != 0 and not done.stdout.strip():
         raise ProbeError(f"dpkg --audit exited with {done.exit_status}: {done.stderr.strip()}")
     report = done.stdout.strip()
-    if pending and not report:
-        return f"an interrupted dpkg left {len(pending)} files in {_UPDATES_DIR}"
-    return report
+    if not report and has_pending_updates(host):
+        return f"an interrupted dpkg left files in {_UPDATES_DIR}"
+    return report or _unmet(host)
+
+
+def has_pending_updates(host: Host) -> bool:
+    """True if dpkg was interrupted: apt does nothing before dpkg --configure -a."""
+    return any(name.isdecimal() for name in list_dir(host, _UPDATES_DIR))
+
+
+def _unmet(host: Host) -> str:
+    try:
+        done = host.run(
+            *words_inside(host, "apt-get"), "--quiet", *_NO_TRACES, "check",
+            timeout=_QUERY_SECONDS, ok=None, env=environment(),
+        )  # fmt: skip
+    except CommandError as error:
+        raise ProbeError(f"apt-get check: {error.message}", hint=error.hint) from error
+    said = f"{done.stdout}\n{done.stderr}"
+    if done.exit_status == 0:
+        return ""
+    if _UNMET not in said.lower():
+        raise ProbeError(f"apt-get check exited with {done.exit_status}: {done.stderr.strip()}")
+    return "\n".join(line for line in done.stdout.splitlines() if " : " in line) or said.strip()
+
+
+def would_finish(host: Host, words: Sequence[str]) -> tuple[Change, ...] | None:
+    """What ``apt-get --fix-broken install`` would change; None: apt cannot say."""
+    done = host.run(
+        *words_inside(host, "apt-get"), "--simulate", "--quiet", *_NO_TRACES,
+        "--fix-broken", "install", *words,
+        timeout=_QUERY_SECONDS, ok=None, env=environment(),
+    )  # fmt: skip
+    return parse_simulation(done.stdout) if done.exit_status == 0 else None
+
+
+def native_architecture(host: Host) -> str:
+    """Dpkg's own.
+
+    Raises:
+        CommandError: dpkg cannot be run.
+    """
+    done = host.run(
+        *words_inside(host, "dpkg", "--print-architecture"), timeout=_QUERY_SECONDS
+    )  # fmt: skip
+    return done.stdout.strip()
 
 
 def automatic(host: Host) -> frozenset[str]:

@@ -27,7 +27,10 @@ def probe_holds(host: Host, packages: Mapping[str, Package] | None = None) -> Ho
     except (ProbeError, StateError, OSError) as error:
         return HoldFacts(problem=str(error))
     changed = _changed(facts)
-    return replace(facts, evidence=probe_package_logs(host, changed)) if changed else facts
+    if not changed:
+        return facts
+    since = {name: facts.book.packages[name].since for name in changed}
+    return replace(facts, evidence=probe_package_logs(host, changed, since))
 
 
 def _changed(facts: HoldFacts) -> list[str]:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from typing import NamedTuple
 
 from gpuguard.host import Host
@@ -32,19 +33,30 @@ class Entry(NamedTuple):
     text: str
 
 
-def probe_package_logs(host: Host, names: Iterable[str]) -> Mapping[str, str]:
+def probe_package_logs(
+    host: Host, names: Iterable[str], since: Mapping[str, str] | None = None
+) -> Mapping[str, str]:
     """Name -> one line; names of which no log that can be read says anything are left out.
+
+    ``since`` (RFC 3339): what was before is no evidence, but how the package came here.
 
     What bypassed apt (``dpkg -i``) is in dpkg's log alone; what went through apt is in both, and
     apt's says by which command.
     """
     wanted = list(names)
     by_dpkg = parse_dpkg_log(_tail(host, _DPKG_LOG), wanted)
+    after = {name: _local(moment) for name, moment in (since or {}).items()}
     by_apt = parse_history(_tail(host, _HISTORY), wanted)
     return {
         name: max(entries, key=lambda entry: entry.until).text
         for name in wanted
-        if (entries := [log[name] for log in (by_apt, by_dpkg) if name in log])
+        if (
+            entries := [
+                log[name]
+                for log in (by_apt, by_dpkg)
+                if name in log and log[name].until >= after.get(name, "")
+            ]
+        )
     }
 
 
@@ -78,6 +90,13 @@ def parse_dpkg_log(text: str, names: Iterable[str]) -> dict[str, Entry]:
         for match in _DPKG_LINE.finditer(text)
         if match["name"] in wanted
     }
+
+
+def _local(moment: str) -> str:
+    """A moment as both logs have it."""
+    with suppress(ValueError):
+        return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return ""
 
 
 def _fields(block: str) -> Iterable[tuple[str, str]]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 from gpuguard.core.holds import Withheld
 from gpuguard.core.packages import Package
@@ -52,7 +54,7 @@ def probe_withheld(host: Host, packages: Mapping[str, Package]) -> tuple[Withhel
     held = sorted(name for name, p in packages.items() if p.is_held and not p.is_gone)
     if not held:
         return ()
-    if not _has_lists(host):
+    if not has_lists(host):
         raise ProbeError(
             "apt has fetched no lists of packages", hint="fetch them with: sudo apt-get update"
         )
@@ -90,7 +92,7 @@ def parse_policy(text: str) -> Iterator[Known]:
 def lists_updated(host: Host) -> str | None:
     """When apt's lists were fetched last (RFC 3339); None: never, or not to be seen."""
     times = []
-    for folder in _LISTS_DIRS if _has_lists(host) else ():
+    for folder in _LISTS_DIRS if has_lists(host) else ():
         try:
             times.append(host.path(folder).stat().st_mtime)
         except OSError:
@@ -100,7 +102,8 @@ def lists_updated(host: Host) -> str | None:
     return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _has_lists(host: Host) -> bool:
+def has_lists(host: Host) -> bool:
+    """True if apt has fetched lists of packages; without any it knows of nothing new."""
     return any(name not in _NO_LIST for name in list_dir(host, _LISTS_DIRS[0]))
 
 
@@ -132,7 +135,7 @@ def _word(text: str | None) -> str | None:
 
 
 def _ask(host: Host, names: Sequence[str], packages: Mapping[str, Package]) -> str:
-    with tempfile.NamedTemporaryFile("w", prefix="gpuguard-apt-", suffix=".conf") as file:
+    with _configuration_file() as file:
         env = {}
         if not host.is_live:
             file.write(_tree_configuration(host, packages))
@@ -146,6 +149,17 @@ def _ask(host: Host, names: Sequence[str], packages: Mapping[str, Package]) -> s
                 f"apt's lists cannot be looked at: {error.message}", hint=error.hint
             ) from error
     return done.stdout
+
+
+@contextmanager
+def _configuration_file() -> Iterator[IO[str]]:
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="gpuguard-apt-", suffix=".conf") as file:
+            yield file
+    except OSError as error:
+        raise ProbeError(
+            f"no temporary file can be made: {error.strerror}", hint="make room in /tmp"
+        ) from error
 
 
 def _tree_configuration(host: Host, packages: Mapping[str, Package]) -> str:

@@ -11,7 +11,7 @@ from gpuguard.core.expectation import Expectation
 from gpuguard.core.gate import gate_line, is_open
 from gpuguard.core.verify import Verification, VerifyFacts
 from gpuguard.core.verify import verify as judge
-from gpuguard.errors import StateError
+from gpuguard.errors import ProbeError, StateError
 from gpuguard.host import Host
 from gpuguard.host.reading import list_dir
 from gpuguard.probes.kernels import probe_running
@@ -26,7 +26,8 @@ from gpuguard.proof import (
 )
 from gpuguard.verbs.clock import now
 from gpuguard.verbs.verify import look_at_p2p
-from gpuguard.verbs.window import close_after_boot
+from gpuguard.verbs.window import close_after_boot, waits_for
+from gpuguard.window import Phase
 
 _NODE = re.compile(r"nvidia\d+")
 _DRIVEN = "/proc/driver/nvidia/gpus"
@@ -79,10 +80,15 @@ def _close_window(host: Host, verification: Verification, proof: Proof | None) -
         window = close_after_boot(
             host, verification.verdict.value, None if proof is None else asdict(proof)
         )
-    except StateError as error:  # P2P is as it is, whatever our records are
+    except (ProbeError, StateError) as error:  # P2P is as it is, whatever our records are
         return (f"the maintenance window's record could not be closed: {error.message}",)
     if window is None:
         return ()
+    if window.phase is Phase.WAITING:
+        boot = window.boots[-1]
+        came = f"kernel {boot.release or 'unknown'}, driver {boot.driver or 'none'}"
+        awaited = waits_for(host, window)
+        return (f"maintenance window {window.id} stays open: {came} came up, not {awaited}",)
     changes = ", ".join(f"{c.name} {c.old or 'new'} -> {c.new or 'gone'}" for c in window.changes)
     proven = "P2P is proven" if proof is not None else "P2P is NOT proven"
     return (f"maintenance window {window.id} is closed, {proven}; it changed: {changes or '-'}",)

@@ -16,24 +16,27 @@ from gpuguard.build.progress import Progress
 from gpuguard.config import Config
 from gpuguard.core.assess import assess
 from gpuguard.core.plan import Leave, Rebuild, Request
+from gpuguard.core.upgrade import MENDING, Change
 from gpuguard.errors import CommandError, GpuguardError, PreflightError, StateError
 from gpuguard.host import Host
 from gpuguard.host.signals import HeldSignals
 from gpuguard.probes import apt
 from gpuguard.proof import boot_id
+from gpuguard.state import QUEUE_FILE
 from gpuguard.verbs import reboot_hold
 from gpuguard.verbs.clock import now
 from gpuguard.verbs.holds import HoldChange, hold_again, lift_for_window
 from gpuguard.verbs.inspect import look, make_plan, policy_of
 from gpuguard.verbs.rebuild import Outcome, left_unready, rebuild, worst_exit_status
 from gpuguard.verbs.upgrade_preflight import Preflight, apt_words
-from gpuguard.verbs.window import installed_changes, restore_marks, settle
+from gpuguard.verbs.window import finish_packages, installed_changes, restore_marks, settle
 from gpuguard.window import (
+    FOLLOWED,
     Phase,
     Window,
     WindowBuild,
+    copy_window,
     drop_window,
-    file_window,
     new_id,
     read_window,
     write_window,
@@ -41,7 +44,7 @@ from gpuguard.window import (
 
 _DPKG_STATUS = "/var/lib/dpkg/status"
 _UNCONFIGURED = (
-    "dpkg --configure -a finishes them; a package that fails again is that package's trouble"
+    "a package that fails again is that package's trouble; once that is mended:\n" + MENDING
 )
 
 
@@ -57,12 +60,16 @@ class Listener(Protocol):
     def outcome(self, outcome: Outcome) -> None:
         """What became of one kernel."""
 
+    def stopped(self, report: Report) -> None:
+        """Somebody has ended us: how far it came. All is held again."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Report:
     """What a window did. ``error``: what failed first; the window was closed all the same.
 
-    ``problems``: what failed besides. ``unfinished``: what dpkg says is half done.
+    ``problems``: what failed besides. ``unfinished``: what dpkg says is half done. ``installed``:
+    which of the planned changes have come about.
     """
 
     window: Window
@@ -73,6 +80,7 @@ class Report:
     holds: HoldChange | None = None
     settled: Settled | None = None
     unfinished: str = ""
+    installed: tuple[Change, ...] = ()
     running: str | None = None
 
     @property
@@ -141,10 +149,12 @@ class _Work:
         )
         self._log: AptLog = new_log(host, window.id)
         self._report = Report(window=replace(window, log=self._log.inside))
+        self._has_finished = False
 
     def run(self) -> Report:
         """All steps; every way out leads through ``_end``."""
         self._put_aside()
+        self._ask_for_a_run()
         try:
             with reboot_hold.while_window(self._host, self._config):
                 self._enter(Phase.LIFTED)
@@ -153,10 +163,12 @@ class _Work:
         except GpuguardError as error:
             self._failed(error)
         except OSError as error:
-            self._failed(StateError(f"{error.filename or 'a file'}: {error.strerror}"))
+            self._failed(_unwritable(error))
         except BaseException as error:
             with HeldSignals():  # people press Ctrl-C twice
                 self._end("interrupted", f"stopped by {type(error).__name__}")
+                with suppress(OSError):  # a terminal that is gone
+                    self._listener.stopped(self._report)
             raise
         with HeldSignals():
             failure = self._report.error
@@ -164,12 +176,31 @@ class _Work:
         return self._report
 
     def _put_aside(self) -> None:
-        """A window that still waits for its boot: this one's boot will be its boot, too."""
+        """A window that still waits for its boot: this one's boot will be its boot, too.
+
+        Unless this one brings nothing: then ``settle`` lets it wait again.
+        """
         waiting = read_window(self._host)
         if waiting is not None:
-            note = f"followed by {self._report.window.id} before the boot"
+            note = f"{FOLLOWED}{self._report.window.id} before the boot"
             message = "; ".join(filter(None, (waiting.message, note)))
-            file_window(self._host, replace(waiting, message=message, phase=Phase.CLOSED))
+            copy_window(self._host, replace(waiting, message=message, phase=Phase.CLOSED))
+            self._report.window = replace(self._report.window, follows=waiting.id)
+
+    def _ask_for_a_run(self) -> None:
+        """Should we be killed: an automatic run waits for our lock, and holds again at once.
+
+        Raises:
+            StateError: it cannot be asked for; nothing has begun.
+        """
+        try:
+            self._host.replace_file(QUEUE_FILE, b"")
+        except OSError as error:
+            raise StateError(
+                f"{QUEUE_FILE} cannot be written: {error.strerror}",
+                code="state-unwritable",
+                hint="see that the disk is writable and not full; nothing was changed",
+            ) from error
 
     def _enter(self, phase: Phase) -> None:
         window = self._report.window.entering(phase, now())
@@ -207,15 +238,21 @@ class _Work:
                 on_signal=self._listener.waiting,
             )
         except CommandError as error:
-            self._failed(self._explained(error))
+            self._failed(error)
+            self._finish()
+            if self._report.unfinished:
+                error.hint = f"{_UNCONFIGURED}\n{error.hint}"
         restore_marks(self._host, self._report.window)
         return bool(installed_changes(self._host, self._report.window))
 
-    def _explained(self, error: CommandError) -> CommandError:
-        with suppress(GpuguardError):  # what apt said is what counts
-            if apt.unfinished(self._host):
-                error.hint = f"{_UNCONFIGURED}\n{error.hint}"
-        return error
+    def _finish(self) -> None:
+        """Once for each window: what apt left half done, before it is held again."""
+        if self._has_finished:
+            return
+        self._has_finished = True
+        self._report.unfinished = finish_packages(
+            self._host, self._report.window, self._config.lock_timeout_seconds, self._log
+        )
 
     def _rebuild(self) -> None:
         self._enter(Phase.REBUILDING)
@@ -241,6 +278,8 @@ class _Work:
         except GpuguardError as error:  # a full disk: all the more
             self._failed(error)
         try:
+            if any(phase == Phase.INSTALLING for phase, _ in report.window.phases):
+                self._finish()
             report.holds = hold_again(self._host, self._config)
             self._settle_boot_default()
             self._look()
@@ -250,6 +289,8 @@ class _Work:
                 keep_only(self._host, ())
         except GpuguardError as error:
             self._failed(error)
+        except OSError as error:
+            self._failed(_unwritable(error))
 
     def _settle_boot_default(self) -> None:
         """If the new kernel cannot be made ready after all, the last good one boots."""
@@ -265,6 +306,7 @@ class _Work:
         facts = look(self._host, self._config, with_p2p=False)
         assessment = assess(facts, policy_of(self._config))
         report.unfinished = apt.unfinished(self._host)
+        report.installed = installed_changes(self._host, report.window)
         reasons = list(assessment.reboot.reasons)
         if report.unfinished:
             reasons.insert(0, "not safe: packages are half installed or half configured")
@@ -274,12 +316,21 @@ class _Work:
             next_release=facts.next.release,
             reboot_safe=assessment.reboot.safe and not report.unfinished,
             reasons=tuple(reasons),
+            unfinished=report.unfinished,
             held=report.holds.held if report.holds is not None else (),
         )
         try:
             reboot_hold.settle(self._host, self._config, facts, assessment)
         except GpuguardError as error:
             report.problems.append(error)
+
+
+def _unwritable(error: OSError) -> StateError:
+    return StateError(
+        f"{error.filename or 'a file'}: {error.strerror}",
+        code="state-unwritable",
+        hint="see that the disk is writable and not full (df -h), then: gpuguard rebuild",
+    )
 
 
 def _build(outcome: Outcome) -> WindowBuild:

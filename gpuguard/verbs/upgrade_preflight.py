@@ -18,8 +18,9 @@ from gpuguard.core.facts import (
     InitramfsState,
     KernelFacts,
 )
-from gpuguard.core.packages import Package, name_matcher
+from gpuguard.core.packages import Package, key_of, name_matcher
 from gpuguard.core.upgrade import (
+    MENDING,
     Change,
     Refusal,
     Trial,
@@ -38,6 +39,7 @@ from gpuguard.errors import (
     CommandNotFoundError,
     GpuguardError,
     ProbeError,
+    StateError,
     UsageError,
 )
 from gpuguard.host import Host
@@ -45,6 +47,8 @@ from gpuguard.host.reading import read_text
 from gpuguard.ledger import read_ledger
 from gpuguard.probes import apt
 from gpuguard.probes.dpkg import read_packages
+from gpuguard.probes.withheld import has_lists, lists_updated
+from gpuguard.state import CACHE_DIR
 from gpuguard.verbs.holds import hold_policy
 from gpuguard.verbs.inspect import look, policy_of
 from gpuguard.verbs.upgrade_room import room_refusals
@@ -70,7 +74,8 @@ class Preflight:
     """What was found out; nothing but gpuguard's own cache has changed.
 
     ``foreign``: packages that are left as they are, because somebody else holds them.
-    ``safe_now``: whether a reboot would be safe without the upgrade.
+    ``safe_now``: whether a reboot would be safe without the upgrade. ``lists_updated``: when apt's
+    lists were fetched last.
     """
 
     wish: Wish
@@ -81,6 +86,7 @@ class Preflight:
     foreign: tuple[str, ...] = ()
     automatic: tuple[str, ...] = ()
     safe_now: bool = False
+    lists_updated: str | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -97,9 +103,16 @@ def prepare(host: Host, config: Config, wish: Wish, progress: Progress) -> Prefl
     """
     progress.step("plan", "what apt would do", None)
     facts = look(host, config, with_p2p=False)
-    with scratch_folder(host) as scratch:
-        looking = _Looking(host, config, wish, facts, scratch, progress)
-        return looking.preflight()
+    try:
+        with scratch_folder(host) as scratch:
+            looking = _Looking(host, config, wish, facts, scratch, progress)
+            return looking.preflight()
+    except OSError as error:
+        raise StateError(
+            f"{error.filename or CACHE_DIR}: {error.strerror}",
+            code="state-unwritable",
+            hint="see that the disk is writable and not full (df -h); nothing was changed",
+        ) from error
 
 
 def apt_words(wish: Wish, requested: Sequence[str]) -> tuple[str, ...]:
@@ -145,7 +158,7 @@ class _Looking:
             return self._answer(Upgrade(), (self._impossible(error),))
         refusals = (
             *(() if self._wish.allow_removals else removal_refusals(upgrade, self._is_meant)),
-            *headers_refusals(upgrade),
+            *headers_refusals(upgrade, named=bool(self._wish.packages)),
             *driver_refusals(upgrade, self._config.driver_version),
             *room_refusals(self._host, upgrade),
         )
@@ -172,6 +185,7 @@ class _Looking:
             trials=trials,
             foreign=self._foreign,
             automatic=tuple(name for name in asked if name in marked),
+            lists_updated=lists_updated(self._host),
             safe_now=assess(self._facts, policy_of(self._config)).reboot.safe,
         )
 
@@ -186,9 +200,15 @@ class _Looking:
         if report:
             yield Refusal(
                 code="dpkg-unhealthy",
-                message="packages are half installed or half configured",
-                hint="mend that first: dpkg --configure -a, then apt-get -f install",
+                message="packages are half installed, half configured, or lack what they need",
+                hint=f"mend that first:\n{MENDING}",
                 detail=report,
+            )
+        if not has_lists(self._host):
+            yield Refusal(
+                code="apt-lists-missing",
+                message="apt has no lists of packages, so nobody can say what there is to upgrade",
+                hint=apt.UPDATE_HINT,
             )
 
     def _write_status(self) -> None:
@@ -206,6 +226,7 @@ class _Looking:
         if not requested:
             return Upgrade()
         first = self._simulate(requested)
+        self._refuse_unknown(requested, first)
         exact = reduce(requested, first)
         # Once more with what changes alone, and its versions: that is what apt will be asked.
         return Upgrade(requested=exact, changes=self._simulate(exact) if exact else ())
@@ -224,21 +245,43 @@ class _Looking:
             )
             self._foreign = choice.foreign
             return choice.names
-        for word in self._wish.packages:
-            if not is_specification(word):
-                raise UsageError(
-                    f"{word}: not a package, as NAME or NAME=VERSION",
-                    code="usage",
-                    hint="names as dpkg -l prints them, without patterns",
-                )
-            package = packages.get(word.partition("=")[0])
-            if package is not None and package.is_held and package.name not in self._ours:
-                raise UsageError(
-                    f"{package.name} is on hold, and the hold is not gpuguard's",
-                    code="hold-foreign",
-                    hint=f"who set it may lift it: apt-mark unhold {package.name}",
-                )
-        return self._wish.packages
+        return tuple(self._named(word, packages) for word in self._wish.packages)
+
+    def _named(self, word: str, packages: Mapping[str, Package]) -> str:
+        """A word of the operator's as apt prints the package in its plan."""
+        if not is_specification(word):
+            raise UsageError(
+                f"{word}: not a package, as NAME or NAME=VERSION",
+                code="usage",
+                hint="names as dpkg -l prints them, no patterns, no + or - at the end",
+            )
+        name, equals, version = word.partition("=")
+        key = key_of(name, packages)
+        plain, colon, architecture = key.partition(":")
+        if colon and key not in packages:  # not installed yet
+            key = plain if architecture == apt.native_architecture(self._host) else key
+        package = packages.get(key)
+        if package is not None and package.is_held and key not in self._ours:
+            raise UsageError(
+                f"{key} is on hold, and the hold is not gpuguard's",
+                code="hold-foreign",
+                hint=f"who set it may lift it: apt-mark unhold {key}",
+            )
+        return f"{key}{equals}{version}"
+
+    def _refuse_unknown(self, requested: Sequence[str], changes: Sequence[Change]) -> None:
+        """A virtual name: apt takes another package for it, and the plan knows no such name."""
+        if not self._wish.packages:
+            return
+        planned = {change.name for change in changes}
+        asked = {name for word in requested if (name := word.partition("=")[0]) not in planned}
+        known = apt.show(self._host, sorted(asked))
+        if unknown := sorted(n for n in asked if n.partition(":")[0] not in known):
+            raise UsageError(
+                f"{', '.join(unknown)}: apt has no such package",
+                code="package-unknown",
+                hint="names as apt-cache policy knows them; a virtual package: name a real one",
+            )
 
     def _impossible(self, error: CommandError) -> Refusal:
         held = f"; held by others: {', '.join(self._foreign)}" if self._foreign else ""
