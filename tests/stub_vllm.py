@@ -15,6 +15,8 @@ STUB_LOGPROB=N        every probability of the prompt is this (nan: no number)
 STUB_STATUS=N         answer completions with this HTTP status once it is ready
 STUB_TOKEN_SECONDS=S  time for a token
 STUB_START_SECONDS=S  time for the first start; later ones take a tenth
+STUB_DRIP=PATH        answer GET PATH with a body that comes byte by byte, without end
+STUB_ENDLESS=1        streams go on for ever: events, never [DONE]
 STUB_DEAD_SECONDS=S   between the engine's death and the server's exit (vLLM: 5)
 """
 
@@ -103,7 +105,9 @@ class Handler(BaseHTTPRequestHandler):
             STATE.count("open", -1)
 
     def do_GET(self) -> None:
-        if self.path in ("/health", "/ping"):
+        if self.path == fault("DRIP"):
+            self._drip()
+        elif self.path in ("/health", "/ping"):
             self._send(503 if STATE.is_dead else 200, b"", "text/plain")
         elif self.path == "/version":
             self._json(200, {"version": VERSION})
@@ -117,6 +121,14 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, metrics().encode(), "text/plain; version=0.0.4")
         else:
             self._json(404, {"detail": "Not Found"})
+
+    def _drip(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        while True:
+            self.wfile.write(b" ")
+            time.sleep(0.05)
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length", "0"))
@@ -172,6 +184,9 @@ class Handler(BaseHTTPRequestHandler):
             pieces.append(piece)
             if is_stream:
                 self._event({"choices": [{"index": 0, "text": piece, "finish_reason": None}]})
+        while is_stream and fault("ENDLESS"):
+            self._event({"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
+            time.sleep(0.02)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": number,
                  "total_tokens": len(prompt) + number}  # fmt: skip
         STATE.count("succeeded", 1)

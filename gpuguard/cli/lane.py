@@ -24,6 +24,7 @@ from gpuguard.cli.lane_text import (
 from gpuguard.cli.render import shown, table
 from gpuguard.cli.session import require_root
 from gpuguard.errors import ConfigError
+from gpuguard.serving.front import FrontError
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.lane_file import InvalidLaneError, lane_names, read_lane, read_lane_file
 from gpuguard.serving.lint import errors_of
@@ -188,7 +189,8 @@ def _go(context: Context, chosen: Chosen, *, dry_run: bool) -> None:
 def resume(ctx: typer.Context) -> None:
     """Bring an interrupted switch to its end, and start the active lane if it does not run.
 
-    This is what gpuguard-lane.service does after a boot. Exit status as of switch.
+    This is what gpuguard-lane.service does after a boot. Exit status as of switch; 69 also when
+    the front cannot be told to send traffic to the lane.
     """
     context: Context = ctx.obj
     require_live(context)
@@ -199,11 +201,17 @@ def resume(ctx: typer.Context) -> None:
         if done is not None:
             status = say_result(context, *done)
         lane = lanes.start_active()
-        lanes.reopen_front()
+        problem = lanes.reopen_front()
+    lane_id = None if lane is None else lane.lane_id
     if done is None and context.json:
-        context.print_json({"schema": 1, "active": None if lane is None else lane.lane_id})
+        context.print_json({"schema": 1, "active": lane_id, "front_problem": problem})
     elif done is None:
-        typer.echo("no lane is active" if lane is None else f"{lane.lane_id} is started")
+        typer.echo("no lane is active" if lane is None else f"{lane_id} is started")
+    if problem is not None:
+        raise FrontError(
+            f"{lane_id} gets no traffic: {problem}",
+            hint="see to the front, then run gpuguard lane resume again",
+        )
     raise typer.Exit(status)
 
 
