@@ -97,14 +97,37 @@ def test_stock_kernel_next(host: Box) -> None:
     assert value(series, "gpuguard_kernels", ready="false") == 1
 
 
-def test_shadowed(host: Box) -> None:
+def let_the_other_copy_win(host: Box) -> None:
     (host.root / f"etc/depmod.d/zz-gpuguard-{K2}.conf").unlink()
     depmod = ["/usr/sbin/depmod", "-b", str(host.root), "-C", f"{host.root}/etc/depmod.d", K2]
     (host.root / "etc/depmod.d/stock.conf").write_text(f"override nvidia {K2} updates/dkms\n")
     subprocess.run(depmod, check=True, capture_output=True)
+
+
+def test_shadowed(host: Box) -> None:
+    let_the_other_copy_win(host)
     series = series_of(host)
     assert value(series, "gpuguard_module_shadowed", module="nvidia", kernel=K2) == 1
     assert value(series, "gpuguard_module_shadowed", module="nvidia", kernel=K1) == 0
+
+
+def test_a_card_that_leaves_the_bus_before_anything_is_accepted(host: Box) -> None:
+    assert "nothing yet: a card that leaves the bus is not missed" in host.run("verify").out
+    (host.root / "sys/bus/pci/devices/0000:03:00.0").unlink()
+    series = series_of(host)
+    assert value(series, "gpuguard_gpus") == value(series, "gpuguard_gpus_expected") == 2
+    assert origin(series) == {"bus"}
+    host.run("verify", "--accept")
+    assert "nothing yet" not in host.run("verify").out
+    assert origin(series_of(host)) == {"accepted"}
+    configure(host.root, p2p={"expected_gpus": 3})
+    assert origin(series_of(host)) == {"configured"}
+
+
+def origin(series: Series) -> set[str]:
+    found = named(series, "gpuguard_expectation_origin")
+    assert len(found) == 4
+    return {dict(labels)["origin"] for labels, holds in found.items() if holds == 1}
 
 
 def test_a_lost_card_keeps_its_accepted_pairs(host: Box) -> None:
@@ -148,6 +171,11 @@ def test_failed_builds_are_counted(host: Box) -> None:
     assert failed is not None
     assert done is not None
     assert failed > done > 0
+    assert value(series, "gpuguard_kernel_build_failed", kernel=K2) == 0  # the old build is ready
+    let_the_other_copy_win(host)
+    series = series_of(host)
+    assert value(series, "gpuguard_kernel_build_failed", kernel=K2) == 1
+    assert value(series, "gpuguard_kernel_build_failed", kernel=K1) == 0
 
 
 def test_what_keeps_a_build_from_beginning_is_no_build(host: Box) -> None:

@@ -105,6 +105,12 @@ METRICS = (
         values="by configuration, else as accepted, else as on the PCI bus",
     ),
     Metric(
+        "gpuguard_expectation_origin", "gauge", "Who says which cards must be there.",
+        ("origin",), Probe.TOPO,
+        "origin: configured, accepted, bus, none; 1 for one; bus and none: a card that leaves the "
+        "PCI bus is not missed",
+    ),
+    Metric(
         "gpuguard_p2p_pair_ok", "gauge", "Whether the driver grants P2P on an ordered pair.",
         (*_PAIR, "capability"), Probe.TOPO, f"{_FLAG}; capability: read, write",
     ),
@@ -162,6 +168,11 @@ METRICS = (
     Metric(
         "gpuguard_kernel_ready", "gauge", "Whether P2P would survive a boot into this kernel.",
         ("kernel", "role"), Probe.KERNEL, f"{_FLAG}; role: running, next",
+    ),
+    Metric(
+        "gpuguard_kernel_build_failed", "gauge",
+        "Whether the last build for an installed kernel failed, and it is not ready.",
+        ("kernel",), Probe.KERNEL, _FLAG,
     ),
     Metric("gpuguard_kernels", "gauge", "Installed kernels.", ("ready",), Probe.KERNEL,
            "ready: true, false"),

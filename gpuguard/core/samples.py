@@ -44,6 +44,10 @@ def kernel_samples(facts: HostFacts, assessment: Assessment) -> Iterator[Sample]
     ready = sum(map(assessment.is_ready, installed))
     yield sample("gpuguard_kernels", ready, "true")
     yield sample("gpuguard_kernels", len(installed) - ready, "false")
+    for kernel in facts.kernels:
+        if kernel.image is not None:
+            failed = kernel.failure is not None and not assessment.is_ready(kernel.release)
+            yield sample("gpuguard_kernel_build_failed", failed, kernel.release)
     for kernel in _in_use(facts):
         for role in roles_of(kernel.release, facts):
             value = assessment.is_ready(kernel.release)

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import permutations
 
-from gpuguard.core.expectation import Expectation, normal_card
+from gpuguard.core.expectation import Expectation, Origin, normal_card
 from gpuguard.core.facts import Gpu, P2pFacts, P2pPair
-from gpuguard.core.metrics import Sample, sample
+from gpuguard.core.metrics import Sample, sample, stateset
 from gpuguard.core.p2p import Grant
 from gpuguard.core.p2p_reasons import FAILED, NO_DEVICES, NO_DRIVER, REMEDIES
 
 CAPABILITIES = ("read", "write")
 #: nvmlGpuP2PStatus_t; what this version does not know is "unknown", too.
 _STATUS = {"OK": 0, "CNS": 1, "GNS": 2, "TNS": 3, "DR": 4, "NS": 5, "U": 6}
+_ORIGINS = {
+    Origin.CONFIGURATION: "configured",
+    Origin.ACCEPTED: "accepted",
+    Origin.PCI_BUS: "bus",
+    Origin.NONE: "none",
+}
 _UNKNOWN = 6
 _OK = "OK"
 
@@ -42,6 +48,7 @@ def topo_samples(grant: Grant) -> Iterator[Sample]:
         )
     yield sample("gpuguard_gpus", len(grant.seen))
     yield sample("gpuguard_gpus_expected", expected.number or 0)
+    yield from stateset("gpuguard_expectation_origin", _ORIGINS.values(), _ORIGINS[expected.origin])
     wanted = _expected_pairs(expected, grant.seen)
     reported = {(pair.src, pair.dst): pair for pair in grant.p2p.pairs}
     for capability in CAPABILITIES:
