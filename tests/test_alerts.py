@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gpuguard.core.metrics import Probe
+from gpuguard.core.p2p_reasons import REMEDIES
 from tests.monitoring import (
     ALERT_RULES,
     CASES,
@@ -155,9 +157,7 @@ def test_job_names_are_those_of_the_example() -> None:
 
 
 #: Changes that change nothing.
-EQUIVALENT = {
-    ("GpuguardRebuildFailed", 'without {result="failed"}'),  # nothing is later than itself
-}
+EQUIVALENT: set[tuple[str, str]] = set()
 
 
 def mutants(rule: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -248,6 +248,9 @@ def _matched(matchers: list[str]) -> list[dict[str, Any]]:
         parts = re.fullmatch(r'(\w+)=~?"([^"]+)"', matcher)
         assert parts, matcher
         wanted = set(parts[2].split("|"))
+        if parts[1] == "probe":
+            assert wanted <= {*Probe}
+            continue  # which probe it is shows when it fires
         values = [{"alertname": r["alert"], **r["labels"]}[parts[1]] for r in found]
         assert wanted <= set(values), f"{matcher}: no such alert"
         found = [r for r, value in zip(found, values, strict=True) if value in wanted]
@@ -288,11 +291,39 @@ def test_no_two_alerts_silence_each_other() -> None:
 def test_nothing_silences_wrong_data() -> None:
     silenced = {r["alert"] for _, _, consequences in inhibitions() for r in consequences}
     assert not silenced & {"GpuguardWrongData", "GpuguardTransferFailed", "GpuguardAbsent",
-                           "GpuguardCardMissing", "GpuguardModuleNotPatched"}  # fmt: skip
+                           "GpuguardCardMissing", "GpuguardModuleNotPatched",
+                           "GpuguardP2PUnavailable"}  # fmt: skip
+    titles = {title(r) for _, _, consequences in inhibitions() for r in consequences}
+    assert "GpuguardNextKernelNotReady-critical" not in titles
     assert all(
         rule.get("equal") or causes[0]["alert"] == "GpuguardAbsent"
         for rule, causes, _ in inhibitions()
     )
+
+
+#: Alerts about one kernel.
+OF_A_KERNEL = {
+    "GpuguardModuleNotPatched", "GpuguardModuleShadowed", "GpuguardNextKernelNotReady",
+    "GpuguardRebuildFailed",
+}  # fmt: skip
+
+
+def test_what_is_about_one_kernel_silences_nothing_about_another() -> None:
+    found = []
+    for rule, causes, consequences in inhibitions():
+        for cause, consequence in product(causes, consequences):
+            if {cause["alert"], consequence["alert"]} <= OF_A_KERNEL:
+                found.append((cause["alert"], consequence["alert"]))
+                assert "kernel" in rule["equal"], found[-1]
+            else:
+                assert "kernel" not in rule.get("equal", ()), (cause["alert"], consequence["alert"])
+    assert found
+
+
+def test_reasons_that_keep_cuda_from_running_are_reasons() -> None:
+    (expr,) = (r["expr"] for r in alerts() if r["alert"] == "GpuguardP2PUnavailable")
+    (said,) = re.findall(r'reason=~"([^"]+)"', expr)
+    assert set(said.split("|")) <= set(REMEDIES)
 
 
 def test_prometheus_example_is_valid(tmp_path: Path) -> None:
