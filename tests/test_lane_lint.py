@@ -86,6 +86,28 @@ KNOWN = Surroundings(
         ({"env": {"NCCL_P2P_LEVEL": None}}, {}, "lane-nccl-level", "warning"),
         ({"env": {"NCCL_P2P_LEVEL": "NODE"}}, {}, "lane-nccl-level", "warning"),
         ({"env": {"NCCL_P2P_DISABLE": 1}}, {}, "lane-p2p-disabled", "error"),
+        ({"env": {"NCCL_P2P_DISABLE": 0}}, {}, "lane-p2p-disabled", "error"),
+        (
+            {"env": {"NCCL_P2P_DISABLE": 0}, "requires": {"p2p": "none"}},
+            {},
+            "lane-p2p-disabled",
+            "error",
+        ),
+        ({"env": {"VLLM_CACHE_ROOT": "/x"}}, {}, "lane-variable-reserved", "error"),
+        ({"env": {"VLLM_API_KEY": "x"}}, {}, "lane-secret", "error"),
+        ({"env": {"HF_TOKEN": "x"}}, {}, "lane-secret", "error"),
+        ({"args": {"hf-token": "x"}}, {}, "lane-secret", "error"),
+        *(
+            (
+                {"args": {"tensor-parallel-size": 2, "disable-custom-all-reduce": given},
+                 "requires": {"p2p": p2p}},
+                {},
+                "lane-custom-all-reduce",
+                "warning" if p2p == "required" else "error",
+            )
+            for given in (None, False)
+            for p2p in ("required", "preferred", "none")
+        ),
         ({"env": {"VLLM_SKIP_P2P_CHECK": 0}}, {}, "lane-p2p-check", "warning"),
         ({"engine": {"gpus": "none"}}, {}, "lane-p2p-without-cards", "error"),
         ({"model": {"manifest_sha256": None}}, {}, "lane-model-unpinned", "warning"),

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,12 @@ def test_quadlets_own_generator_makes_the_unit_that_is_meant(tmp_path: Path) -> 
     assert f"DOLLAR={lane.env['DOLLAR']}" in words
     (health,) = [word for word in words if word.startswith("--health-cmd=")]
     assert shlex.split(health.removeprefix("--health-cmd="))[:2] == ["python3", "-c"]
+
+
+@pytest.mark.parametrize("backend", ["venv", "quadlet", "compose"])
+def test_what_gpuguard_sets_is_not_set_by_a_lane(backend: str) -> None:
+    lane = lane_for(backend)
+    own = {**lane.env, "NCCL_P2P_DISABLE": "0", "VLLM_CACHE_ROOT": "/elsewhere"}
+    for file in render(replace(lane, env=own), PROGRAM):
+        assert "NCCL_P2P_DISABLE" not in file.text
+        assert "/elsewhere" not in file.text

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,6 +22,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAG = re.compile(r"[a-z0-9][a-z0-9-]*(?:\.[A-Za-z0-9_-]+)*")
 _SHORT = 12
+_DIGITS = 12
 DEFAULT_PORT = 18001
 #: What the program itself passes: an own value would go round the front, or to another model.
 RESERVED_ARGS = (
@@ -31,6 +34,14 @@ RESERVED_ARGS = (
     "api-server-count",
     "headless",
 )
+
+#: The policy about P2P, and a cache of each lane's own: an own value would win over gpuguard's.
+POLICY_VARIABLE = "NCCL_P2P_DISABLE"
+RESERVED_ENV = (POLICY_VARIABLE, "VLLM_CACHE_ROOT")
+#: Whole numbers from 1 on; vLLM's other forms of a length ("auto", "32k") are told apart.
+_COUNTS = ("tensor-parallel-size", "block-size", "max-num-seqs")
+_LENGTH = "max-model-len"
+_LENGTHS = re.compile(r"auto|[0-9]{1,9}(?:\.[0-9]{1,6})?[kKmMgG]")
 
 ArgValue = str | int | float | bool | list[str | int | float] | dict[str, Any]
 
@@ -251,14 +262,15 @@ class Lane:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             return None
         try:
-            return float(value)
-        except ValueError:
+            number = float(value)
+        except (ValueError, OverflowError):
             return None
+        return number if math.isfinite(number) else None
 
     @property
     def tensor_parallel(self) -> int:
         """Cards that one replica is spread over."""
-        return int(self.number("tensor-parallel-size") or 1)
+        return max(1, int(self.number("tensor-parallel-size") or 1))
 
     @property
     def max_model_len(self) -> int | None:
@@ -269,6 +281,20 @@ class Lane:
     def start_seconds(self, *, first: bool) -> float:
         """How long a start may take; the first one of a lane compiles."""
         return self.timeouts.first_start if first else self.timeouts.start
+
+
+def wrong_numbers(lane: Lane) -> Iterator[tuple[str, str]]:
+    """Flag and what is wrong with its value, for those that are counts."""
+    for flag in (*_COUNTS, _LENGTH, "shutdown-timeout"):
+        value = lane.args.get(flag)
+        least = 0 if flag == "shutdown-timeout" else 1
+        if value is None or (flag == _LENGTH and _LENGTHS.fullmatch(str(value))):
+            continue
+        text = str(value)
+        if isinstance(value, bool) or not text.isdecimal() or int(text[:18]) < least:
+            yield flag, f"must be a whole number from {least} on, not {text[:40]}"
+        elif len(text) > _DIGITS:
+            yield flag, f"is too large: {text[:40]}"
 
 
 def unit_of(name: str) -> str:

@@ -12,7 +12,7 @@ from gpuguard.config_yaml import Problem, key_text, parse_document
 from gpuguard.errors import ConfigError
 from gpuguard.host import Host
 from gpuguard.host.files import writable_by_others
-from gpuguard.serving.lane import NAME, Lane, lane_adapter
+from gpuguard.serving.lane import NAME, Lane, lane_adapter, wrong_numbers
 from gpuguard.state import LANES_DIR
 
 _MAX_BYTES = 1 << 20
@@ -99,6 +99,8 @@ def parse_lane(text: str, file: str, name: str | None = None) -> Lane:
     if problems:
         raise InvalidLaneError(file, problems)
     lane = lane_of(document.data, file)
+    if wrong := [Problem(file, f"args.{flag}", why) for flag, why in wrong_numbers(lane)]:
+        raise InvalidLaneError(file, wrong)
     if name is not None and lane.name != name:
         said = f"is {lane.name!r}, and the file is called {name}{_SUFFIX}"
         raise InvalidLaneError(file, [Problem(file, "name", said)])

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 from gpuguard.core.doctor_serving import parse_level
 from gpuguard.serving.alignment import ModelShape, aligned_block
-from gpuguard.serving.lane import RESERVED_ARGS, Lane
+from gpuguard.serving.lane import POLICY_VARIABLE, RESERVED_ARGS, RESERVED_ENV, Lane
 
 _DIGEST = re.compile(r"[^@\s]+@sha256:(?P<hex>[0-9a-f]{64})")
 _PLACEHOLDER = "0" * 64
 _READY_VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
 _ENGINE_READY_SECONDS = 600.0  # vLLM's default
 _ALL_REDUCE_CARDS = 2  # more PCIe cards than that, and vLLM turns its own all-reduce off
+_SECRET_ARGS = frozenset({"api-key", "hf-token"})
+_SECRET_ENV = re.compile(r"_(?:KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 _TRUE = ("1", "true", "True")
 
 
@@ -54,6 +56,7 @@ def lint(lane: Lane, known: Surroundings) -> tuple[Problem, ...]:
     found = [
         *_engine(lane),
         *_arguments(lane, known),
+        *_variables(lane),
         *_timeouts(lane),
         *_cards(lane, known),
         *_cache(lane, known),
@@ -108,10 +111,10 @@ def _arguments(lane: Lane, known: Surroundings) -> Iterator[Problem]:
             f"args.{flag} is set by gpuguard itself",
             "use port, model.path and model.served_name of the lane",
         )
-    if "api-key" in lane.args:
+    for flag in sorted(_SECRET_ARGS & lane.args.keys()):
         yield _error(
             "lane-secret",
-            "args.api-key can be read by everybody in the process list",
+            f"args.{flag} can be read by everybody in the process list",
             "let the proxy in front ask for the key",
         )
     for flag in lane.args:
@@ -121,6 +124,27 @@ def _arguments(lane: Lane, known: Surroundings) -> Iterator[Problem]:
                 "lane-flag-unknown",
                 f"args.{flag} is not known to this gpuguard",
                 "check its spelling against vllm serve --help=all of the lane's own engine",
+            )
+
+
+def _variables(lane: Lane) -> Iterator[Problem]:
+    for name in sorted(set(RESERVED_ENV) - {POLICY_VARIABLE}):
+        if name in lane.env:
+            yield _error(
+                "lane-variable-reserved",
+                f"env.{name} is set by gpuguard itself: each lane has a cache of its own, so that "
+                "no other image's kernels are used",
+                f"leave {name} out",
+            )
+    for name in lane.env:
+        if _SECRET_ENV.search(name):
+            yield _error(
+                "lane-secret",
+                f"env.{name} looks like a secret, and would be in a unit file that everybody can "
+                "read",
+                "let the proxy in front ask for the key; what the engine itself needs goes into a "
+                "file of mode 0600, named by EnvironmentFile= in a drop-in: "
+                f"systemctl edit {lane.unit}",
             )
 
 
@@ -181,6 +205,15 @@ def _cards(lane: Lane, known: Surroundings) -> Iterator[Problem]:
             f"tensor-parallel-size is {parallel}, and there are {known.cards} cards",
             "gpuguard doctor tells why a card is missing; else lower tensor-parallel-size",
         )
+    if parallel == _ALL_REDUCE_CARDS and not _has_no_all_reduce(lane):
+        # the one case in which vLLM uses it on PCIe; NCCL_P2P_DISABLE does not reach it
+        say = _warning if lane.requires.p2p == "required" else _error
+        yield say(
+            "lane-custom-all-reduce",
+            "vLLM's custom all-reduce copies from card to card by itself on two cards, whatever "
+            f"NCCL is told, and requires.p2p is {lane.requires.p2p}",
+            "args: {disable-custom-all-reduce: true}",
+        )
     if parallel > _ALL_REDUCE_CARDS and not known.nvlink and not _has_no_all_reduce(lane):
         yield _warning(
             "lane-custom-all-reduce",
@@ -226,12 +259,12 @@ def _cache(lane: Lane, known: Surroundings) -> Iterator[Problem]:
 def _p2p(lane: Lane, known: Surroundings) -> Iterator[Problem]:
     wants = lane.requires.p2p != "none"
     level = lane.env.get("NCCL_P2P_LEVEL")
-    if wants and lane.env.get("NCCL_P2P_DISABLE", "").strip() == "1":
+    if POLICY_VARIABLE in lane.env:
         yield _error(
             "lane-p2p-disabled",
-            f"requires.p2p is {lane.requires.p2p}, and env sets NCCL_P2P_DISABLE=1: P2P paid "
-            "for, switched off",
-            "leave NCCL_P2P_DISABLE out: gpuguard sets it when there is no proof",
+            f"env sets {POLICY_VARIABLE}={lane.env[POLICY_VARIABLE]}, and requires.p2p is "
+            f"{lane.requires.p2p}: gpuguard alone sets it, by what is known at each start",
+            f"leave {POLICY_VARIABLE} out; requires: {{p2p: none}} switches P2P off",
         )
     if wants and lane.engine.gpus == "none":
         yield _error(

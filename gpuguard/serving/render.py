@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from gpuguard.serving.lane import Lane, arguments
+from gpuguard.serving.lane import RESERVED_ENV, Lane, arguments
 from gpuguard.state import LANE_CACHE_DIR, LANE_RENDERED_DIR, LANE_RUN_DIR
 
 UNITS = "/etc/systemd/system"
@@ -128,7 +128,8 @@ KillMode=mixed
 
 def _variables(lane: Lane, cache: str) -> dict[str, str]:
     fixed = {"VLLM_CACHE_ROOT": cache, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    return fixed | lane.env
+    # what is passed to a container by itself wins over the file that the policy writes
+    return fixed | {key: value for key, value in lane.env.items() if key not in RESERVED_ENV}
 
 
 def _venv(lane: Lane, program: tuple[str, ...]) -> RenderedFile:
