@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from gpuguard.apply.holds import HOLD, released
+from gpuguard.core.hold_findings import hold_findings
 from gpuguard.core.hold_plan import HoldPlan, plan_again, plan_hold, plan_lift, plan_unhold
 from gpuguard.core.holds import HoldFacts, HoldPolicy, Ledger, hold_state
 from gpuguard.core.package_names import (
@@ -101,6 +102,10 @@ def test_the_fixture_of_c36_without_any_relation() -> None:
     assert [(one.name, one.instead) for one in found] == [
         ("nvidia-dkms-580-open", ("nvidia-dkms-open",))
     ]
+    facts = HoldFacts(packages=packages)
+    (finding,) = hold_findings(facts, hold_state(facts, HoldPolicy()), enforced=True)
+    assert "Package: nvidia-dkms-open\\nPin: version 1\\n" in finding.remedy
+    assert "/etc/apt/preferences.d/" in finding.remedy
 
 
 STATUS = """\

@@ -11,6 +11,7 @@ from gpuguard.core.upgrade import (
     Change,
     Upgrade,
     choose,
+    headers_refusals,
     is_specification,
     kernel_release,
     kernels_to_try,
@@ -82,7 +83,19 @@ def test_what_may_be_handed_to_apt(word: str) -> None:
     assert is_specification(word)
 
 
-@pytest.mark.parametrize("word", ["-o", "--purge", "a", "x;y", "a b", "pkg/sid", "pkg=", "Pkg", ""])
+def test_the_headers_of_the_flavour_are_named() -> None:
+    change = Change(name="linux-image-6.1.0-50-cloud-amd64", old=None, new="1")
+    upgrade = Upgrade(changes=(change,))
+    (named,) = headers_refusals(upgrade, named=True)
+    assert named.hint.startswith("name linux-headers-cloud-amd64 as well")
+    (other,) = headers_refusals(upgrade)
+    assert other.hint.endswith("apt-get install linux-headers-cloud-amd64")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["pkg+", "pkg-", "pkg=1-", "-o", "--purge", "a", "x;y", "a b", "pkg/sid", "pkg=", "Pkg", ""],
+)
 def test_what_may_not(word: str) -> None:
     assert not is_specification(word)
 
