@@ -58,7 +58,9 @@ def nvmlDeviceGetHandleByIndex(i): return i
 def nvmlDeviceGetUUID(h): return "GPU-0"
 def nvmlDeviceGetPciInfo(h): return _O(busId="00000000:01:00.0")
 def nvmlDeviceGetMemoryInfo(h): return _O(total=32 << 30, used=S["used"])
-def nvmlDeviceGetComputeRunningProcesses(h): return [_O(pid=p) for p in S.get("processes", ())]
+def nvmlDeviceGetComputeRunningProcesses(h):
+    known = S.get("process_bytes", {})
+    return [_O(pid=p, usedGpuMemory=known.get(str(p))) for p in S.get("processes", ())]
 def nvmlDeviceGetGraphicsRunningProcesses(h): return []
 """
 

@@ -60,6 +60,7 @@ def test_what_is_asked() -> None:
         "utilization_percent": 7,
         "nvlink_peers": ["00000000:02:00.0"],
         "processes": [9],
+        "process_bytes": [],
     }
     assert answer["cards"][1]["display_active"] is True
 

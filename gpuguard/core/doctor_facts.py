@@ -50,6 +50,7 @@ class NvmlCard:
     utilization_percent: int | None = None
     nvlink_peers: tuple[str, ...] = ()  # bus ids of the cards that it reaches by NVLink
     processes: tuple[int, ...] = ()
+    process_bytes: tuple[tuple[int, int], ...] = ()  # memory of those that NVML tells it of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,7 @@ def _card(nvml: ModuleType, handle: Any) -> dict[str, Any]:
         except _errors(nvml):
             return None
 
+    processes = _processes(nvml, handle)
     return {
         "bus_id": _text(nvml.nvmlDeviceGetPciInfo(handle).busId),
         "uuid": _text(ask(lambda: nvml.nvmlDeviceGetUUID(handle)) or ""),
@@ -69,16 +70,22 @@ def _card(nvml: ModuleType, handle: Any) -> dict[str, Any]:
         "display_active": ask(lambda: bool(nvml.nvmlDeviceGetDisplayActive(handle))),
         "utilization_percent": ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
         "nvlink_peers": [],
-        "processes": sorted(_processes(nvml, handle)),
+        "processes": sorted(processes),
+        "process_bytes": sorted((p, used) for p, used in processes.items() if used is not None),
     }
 
 
-def _processes(nvml: ModuleType, handle: Any) -> set[int]:
-    found: set[int] = set()
+def _processes(nvml: ModuleType, handle: Any) -> dict[int, int | None]:
+    """Process -> its memory; in both lists it is the same memory. None: NVML would not say."""
+    found: dict[int, int | None] = {}
     for name in _PROCESS_LISTS:
         for form in _FORMS:
             try:
-                found |= {int(entry.pid) for entry in getattr(nvml, name + form)(handle)}
+                entries = getattr(nvml, name + form)(handle)
+                for entry in entries:
+                    used = getattr(entry, "usedGpuMemory", None)
+                    known = found.get(int(entry.pid))
+                    found[int(entry.pid)] = known if used is None else max(int(used), known or 0)
                 break
             except _errors(nvml):
                 continue

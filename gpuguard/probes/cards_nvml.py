@@ -48,6 +48,7 @@ def _decode(answer: dict[str, Any]) -> tuple[dict[str, NvmlCard], str | None]:
             "bus_id": address,
             "nvlink_peers": tuple(normal_bus_id(peer) for peer in card["nvlink_peers"]),
             "processes": tuple(card["processes"]),
+            "process_bytes": tuple((pid, used) for pid, used in card["process_bytes"]),
         }
         cards[address] = NvmlCard(**known)
     return cards, answer["problem"] or (None if cards else "NVML reports no cards")

@@ -36,7 +36,7 @@ def still_in_use(
     for card in cards:
         if card.memory_used_bytes is None:
             continue
-        allowed = baseline.get(card.uuid, _UNKNOWN_BASELINE - margin) + margin
+        allowed = allowed_bytes(card, baseline, margin)
         if card.memory_used_bytes > allowed:
             used, limit = card.memory_used_bytes >> 20, allowed >> 20
             pids = ", ".join(map(str, card.processes))
@@ -44,11 +44,16 @@ def still_in_use(
             yield f"{card.bus_id} has {used} MiB in use, at most {limit} are expected{whose}"
 
 
+def allowed_bytes(card: NvmlCard, baseline: dict[str, int], margin: int = _MARGIN) -> int:
+    """What a card may have in use although no lane runs."""
+    return baseline.get(card.uuid, _UNKNOWN_BASELINE - margin) + margin
+
+
 def wait_until_free(host: Host, seconds: float) -> MemoryView:
     """Wait until the memory of every card is back, for at most so long."""
     deadline = time.monotonic() + seconds
     while True:
-        cards, problem = _look(host)
+        cards, problem = look_at_cards(host)
         if problem is not None:
             return MemoryView(note=f"whether the cards' memory is free is not known: {problem}")
         found = list(still_in_use(cards, read_baseline(host)))
@@ -59,7 +64,7 @@ def wait_until_free(host: Host, seconds: float) -> MemoryView:
 
 def remember_baseline(host: Host) -> None:
     """While no lane runs: keep the least that the cards were ever seen to have in use."""
-    cards, problem = _look(host)
+    cards, problem = look_at_cards(host)
     known = read_baseline(host)  # the least: else what leaks at each switch would become usual
     used = {
         card.uuid: min(card.memory_used_bytes, known.get(card.uuid, card.memory_used_bytes))
@@ -70,7 +75,8 @@ def remember_baseline(host: Host) -> None:
         write_baseline(host, used)
 
 
-def _look(host: Host) -> tuple[tuple[NvmlCard, ...], str | None]:
+def look_at_cards(host: Host) -> tuple[tuple[NvmlCard, ...], str | None]:
+    """What NVML says of every card, and what is missing from it."""
     try:
         cards, problem = probe_nvml_cards(host)
     except (CommandError, ProbeError, StateError) as error:

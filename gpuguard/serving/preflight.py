@@ -34,6 +34,7 @@ class PreflightFacts:
     engine: str | None = None
     model: str | None = None
     disk: str | None = None
+    strangers: str | None = None
     port_holder: str | None = None
     front: str | None = None
 
@@ -66,6 +67,12 @@ def _refusals(facts: PreflightFacts) -> Iterator[Refusal]:
     yield from _mismatch(lane, facts.driver)
     if facts.disk is not None:
         yield Refusal("lane-disk-full", facts.disk, "make room: df -h /var/lib/gpuguard")
+    if facts.strangers is not None:
+        yield Refusal(
+            "lane-cards-busy",
+            f"the cards would not be free for any lane: {facts.strangers}",
+            "end those processes (nvidia-smi names them), or wait for them; then switch",
+        )
     if facts.port_holder is not None:
         yield Refusal(
             "lane-port-taken",

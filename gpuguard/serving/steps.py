@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.errors import GpuguardError
@@ -26,6 +26,7 @@ from gpuguard.serving.reading import parse_load, pool_tokens
 from gpuguard.serving.sight import check_lane, disk_problem, look_before, port_problem, proof_of
 from gpuguard.serving.smoke import PASS, run_smoke
 from gpuguard.serving.store import Release
+from gpuguard.serving.strangers import stranger_problem
 from gpuguard.serving.systemd import Systemd
 from gpuguard.serving.watch import Watch
 
@@ -116,6 +117,11 @@ class Steps:
         )
         if facts.p2p.note is not None:
             self._note(f"{lane.lane_id} {facts.p2p.note}")
+        if lane.engine.gpus == "all" and switch.role is Role.NEW:  # later it is the stop that looks
+            ours = {*self._names(), *(one.rpartition("-")[0] for one in switch.lanes)}
+            problem, note = stranger_problem(self._host, frozenset(ours))
+            facts = replace(facts, strangers=problem)
+            self._note(*([] if note is None else [note]))
         return refusals(facts)
 
     def _own_ports(self, switch: Switch) -> frozenset[int]:
