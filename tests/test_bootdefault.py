@@ -85,6 +85,18 @@ def test_an_automatic_run_settles_it_too(window_box: WindowBox) -> None:
     assert box.status()["next_kernel"]["release"] == K2
 
 
+def test_a_kernel_that_was_rolled_back_may_boot_as_it_is(window_box: WindowBox) -> None:
+    box = window_box
+    install_by_hand(box)
+    box.configure(reboot={"keep_last_good": "always"})
+    box.rebuilt()
+    assert box.run("rollback", "--stock", "--kernel", K2).status == 0
+    box.run("rebuild", "--automatic")
+    assert box.kernel(K2)["ready"] is False
+    assert box.status()["next_kernel"]["release"] == K2
+    assert not box.path(PIN).exists()
+
+
 def test_the_operators_own_default_comes_back(window_box: WindowBox) -> None:
     box = window_box
     box.path("/etc/default/grub").write_text("GRUB_DEFAULT=0\nGRUB_TIMEOUT=7\n")

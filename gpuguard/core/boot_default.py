@@ -45,14 +45,16 @@ def decide(facts: HostFacts, policy: Policy, *, may_pin: bool, wanted: bool) -> 
         if kernel.image is not None
     }
     ready = tuple(release for release, found in judged.items() if not found)
-    in_care = [release for release in judged if policy.looks_after(release)]
+    # a kernel that the operator rolled back is meant to boot as it is
+    chosen = {kernel.release for kernel in facts.kernels if kernel.left_alone is not None}
+    in_care = [r for r in judged if policy.looks_after(r) and r not in chosen]
     newest_is_ready = bool(in_care) and in_care[-1] in ready
     if facts.boot_pin is not None:
         return _with_pin(facts, facts.boot_pin, ready, wanted=wanted, let_go=newest_is_ready)
     following = facts.next.release
     if following is None or following in ready or following not in in_care:
         return Decision(
-            pinning=Pinning.NONE, reason="the next kernel is ready, or not looked after"
+            pinning=Pinning.NONE, reason="the next kernel is ready, not looked after, or rolled back"
         )
     why = f"{following} is not ready"
     if ready and wanted and may_pin:
