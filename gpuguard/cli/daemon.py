@@ -25,9 +25,8 @@ def main() -> None:
     except GpuguardError as error:
         status = error.exit_status
         _report(error)
-    if daemon.is_stuck:  # a thread that hangs in the kernel must not keep the process
-        os._exit(status)
-    sys.exit(status)
+    sys.stderr.flush()
+    os._exit(status)  # threads that hang in the kernel, or check a password, must not keep it
 
 
 def _report(error: GpuguardError) -> None:

@@ -1,23 +1,10 @@
-"""A small HTTP/1.1 server for a few pages that are ready: GET and HEAD, nothing from the disk.
-
-Made for clients that mean no good, too: a limit for everything, and of many that dawdle those
-that have dawdled longest are dropped first, so that a scrape always gets through.
-"""
+"""HTTP/1.1 as far as a few pages that are ready need it: requests, and answers as bytes."""
 
 from __future__ import annotations
 
-import asyncio
-import ssl
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-MAX_CONNECTIONS = 128
-MAX_HEAD_BYTES = 8192
-HEAD_SECONDS = 5.0
-IDLE_SECONDS = 180.0  # between two requests of one connection: longer than a scrape interval
-WRITE_SECONDS = 10.0
-_HANDSHAKE_SECONDS = 5.0
 _REASONS = {
     200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
     405: "Method Not Allowed", 408: "Request Timeout", 431: "Request Header Fields Too Large",
@@ -43,6 +30,7 @@ class Response:
     body: bytes = b""
     kind: str = "text/plain; charset=utf-8"
     headers: tuple[tuple[str, str], ...] = ()
+    keep: bool = True  # False: the connection ends with this answer
 
 
 class BadRequestError(Exception):
@@ -51,98 +39,6 @@ class BadRequestError(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
-
-
-Answer = Callable[[Request], Response]
-Guard = Callable[[str], bool]
-
-
-@dataclass(slots=True)
-class Server:
-    """Serves ``answer``; ``knows`` and ``check`` are of basic authentication, if there is any.
-
-    ``knows`` is asked in the loop, ``check`` in a thread: it is slow.
-    """
-
-    answer: Answer
-    knows: Guard | None = None
-    check: Guard | None = None
-    _waiting: dict[asyncio.StreamWriter, None] = field(default_factory=dict)  # oldest first
-    _busy: int = 0
-
-    async def start(self, address: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
-        """Listen.
-
-        Raises:
-            OSError: it cannot be listened there.
-        """
-        more = {} if tls is None else {"ssl_handshake_timeout": _HANDSHAKE_SECONDS}
-        return await asyncio.start_server(
-            self._connected, address, port, ssl=tls, limit=MAX_HEAD_BYTES, backlog=MAX_CONNECTIONS,
-            **more,
-        )  # fmt: skip
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._make_room()
-        try:
-            with suppress(ConnectionError, ssl.SSLError, TimeoutError, asyncio.IncompleteReadError):
-                while await self._serve_one(reader, writer):
-                    pass
-        finally:
-            self._waiting.pop(writer, None)
-            writer.close()
-
-    def _make_room(self) -> None:
-        while self._waiting and len(self._waiting) + self._busy >= MAX_CONNECTIONS:
-            oldest = next(iter(self._waiting))
-            del self._waiting[oldest]
-            oldest.transport.abort()
-
-    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        self._waiting[writer] = None
-        try:
-            request = parse_head(await _read_head(reader))
-        except BadRequestError as error:
-            await _write(writer, Response(error.status), keep=False, head_only=False)
-            return False
-        finally:
-            self._waiting.pop(writer, None)
-        self._busy += 1
-        try:
-            response = await self._respond(request)
-            await _write(writer, response, keep=request.keep, head_only=request.method == "HEAD")
-        finally:
-            self._busy -= 1
-        return request.keep
-
-    async def _respond(self, request: Request) -> Response:
-        if self.knows is not None and self.check is not None:
-            said = request.headers.get("authorization", "")
-            if not self.knows(said) and not await asyncio.to_thread(self.check, said):
-                asked = (("WWW-Authenticate", 'Basic realm="gpuguard", charset="UTF-8"'),)
-                return Response(401, b"Unauthorized\n", headers=asked)
-        if request.method not in ("GET", "HEAD"):
-            return Response(405, b"Method Not Allowed\n", headers=(("Allow", "GET, HEAD"),))
-        return self.answer(request)
-
-
-async def _read_head(reader: asyncio.StreamReader) -> bytes:
-    """Request line and header fields.
-
-    Raises:
-        BadRequestError: too long, or too slow.
-        asyncio.IncompleteReadError: the client has gone.
-    """
-    first = await asyncio.wait_for(reader.read(1), IDLE_SECONDS)
-    if not first:
-        raise asyncio.IncompleteReadError(b"", None)
-    try:
-        rest = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEAD_SECONDS)
-    except asyncio.LimitOverrunError as error:
-        raise BadRequestError(431) from error
-    except TimeoutError as error:
-        raise BadRequestError(408) from error
-    return first + rest
 
 
 def parse_head(head: bytes) -> Request:
@@ -173,9 +69,8 @@ def parse_head(head: bytes) -> Request:
     return Request(method, target.partition("?")[0], headers, keep and not has_body)
 
 
-async def _write(
-    writer: asyncio.StreamWriter, response: Response, *, keep: bool, head_only: bool
-) -> None:
+def encode(response: Response, *, keep: bool, head_only: bool) -> bytes:
+    """An answer as it goes over the wire."""
     body = response.body or f"{_REASONS[response.status]}\n".encode()
     fields = [
         ("Content-Type", response.kind),
@@ -187,9 +82,4 @@ async def _write(
     ]
     head = f"HTTP/1.1 {response.status} {_REASONS[response.status]}\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in fields) + "\r\n"
-    writer.write(head.encode("latin-1") + (b"" if head_only else body))
-    try:
-        await asyncio.wait_for(writer.drain(), WRITE_SECONDS)
-    except TimeoutError:
-        writer.transport.abort()
-        raise
+    return head.encode("latin-1") + (b"" if head_only else body)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
-import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuguard.core.observation import Observation
 from gpuguard.daemon.events import Event, changes, verdict_of
-from gpuguard.daemon.http import Request, Response, Server
+from gpuguard.daemon.http import Request, Response
 from gpuguard.daemon.looker import Looker, StoppableHost, failed_observation
 from gpuguard.daemon.page import page
+from gpuguard.daemon.passwords import Passwords, can_check_passwords
+from gpuguard.daemon.server import Server
 from gpuguard.daemon.style import POLICY
-from gpuguard.daemon.tls import Passwords, can_check_passwords, server_context
+from gpuguard.daemon.tls import identity, server_context
 from gpuguard.daemon.watch import Watch
 from gpuguard.errors import ConfigError, GpuguardError, PreflightError
 from gpuguard.exporter.exposition import (
@@ -33,8 +35,11 @@ from gpuguard.state import DEPMOD_DIR, RUN_DIR, STATE_DIR
 _SETTLE_SECONDS = 2.0  # after the last change: a package tool changes many files
 _APART_SECONDS = 5.0  # between two looks, however much changes
 _STOP_SECONDS = 1.0
+_EXIT_SECONDS = 1.8  # after a signal the process is gone, whatever hangs
+_KINDS = 32
 _OVERDUE = 3  # intervals
 _OVERDUE_SECONDS = 30.0
+_NEEDS_CERTIFICATE = "RequireAndVerifyClientCert"
 _PAGE_HEADERS = (("Content-Security-Policy", POLICY), ("Referrer-Policy", "no-referrer"))
 _WATCHED = (
     STATE_DIR, RUN_DIR, DEPMOD_DIR, "/boot", "/boot/grub", "/lib/modules", "/var/lib/dpkg",
@@ -68,8 +73,9 @@ class Daemon:
         self._looked_at = float("-inf")
         self._wanted: asyncio.TimerHandle | None = None
         self._worker: threading.Thread | None = None
-        self._tls: ssl.SSLContext | None = None
-        self._tls_files: dict[str, Any] | None = None
+        self._passwords = Passwords()
+        self._tls: Mapping[str, Any] | None = None  # what the context was made from
+        self._reported: set[tuple[str, str]] = set()
         self._configured_listen = ""
 
     # --- start and end -------------------------------------------------------------------
@@ -93,9 +99,10 @@ class Daemon:
         self._stop = asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(signum, self._stop.set)
+        self._loop.set_exception_handler(self._unexpected)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         self._render()
-        listening = await self._start_server()
+        await self._start_server()
         self._warn_of_strangers()
         self._keep_watchdog()
         notify("READY=1", f"STATUS=listening on {self._listen}; observing for the first time")
@@ -104,23 +111,22 @@ class Daemon:
         self._cycle()
         await self._stop.wait()
         notify("STOPPING=1", "STATUS=stopping")
-        listening.close()
+        last = threading.Timer(_EXIT_SECONDS, os._exit, (0,))
+        last.daemon = True
+        last.start()
         self._host.stop()
+        await self._server.stop()
+        self._passwords.close()
         if self._worker is not None:
             deadline = self._loop.time() + _STOP_SECONDS
             while self._worker.is_alive() and self._loop.time() < deadline:
                 await asyncio.sleep(0.02)
         self._watch.close()
 
-    @property
-    def is_stuck(self) -> bool:
-        """A look that cannot be ended is still under way."""
-        return self._worker is not None and self._worker.is_alive()
-
-    async def _start_server(self) -> asyncio.Server:
+    async def _start_server(self) -> None:
         address, _, port = str(self._listen).rpartition(":")
         try:
-            return await self._server.start(address.strip("[]"), int(port), self._tls)
+            await self._server.start(address.strip("[]"), int(port))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise PreflightError(
@@ -132,7 +138,8 @@ class Daemon:
     def _warn_of_strangers(self) -> None:
         address = str(self._listen).rpartition(":")[0].strip("[]")
         is_local = address in ("localhost", "::1") or address.startswith("127.")
-        if not is_local and self._server.check is None:
+        needs_certificate = (self._tls or {}).get("client_auth_type") == _NEEDS_CERTIFICATE
+        if not is_local and self._server.guard is None and not needs_certificate:
             without = "passwords" if self._tls is not None else "TLS and passwords"
             line = f"listening on {self._listen} for everybody, without {without}"
             self._log(Event(line, "warning", {"event": "listening-openly"}))
@@ -141,17 +148,19 @@ class Daemon:
 
     def _apply(self, settings: dict[str, Any]) -> None:
         web = settings["web"] or {"tls": None, "users": {}}
-        context = server_context(web["tls"]) if web["tls"] else None
+        tls = identity(web["tls"])
+        context = server_context(web["tls"]) if tls != self._tls and tls is not None else None
         if web["users"] and not can_check_passwords():
             raise ConfigError(
                 "basic_auth_users: this system's libcrypt cannot check bcrypt hashes",
                 code="web-config-invalid",
                 hint="install libcrypt1 (libxcrypt)",
             )
-        passwords = Passwords(web["users"]) if web["users"] else None
-        self._server.knows = passwords.knows if passwords else None
-        self._server.check = passwords.check if passwords else None
-        self._tls, self._tls_files = context, web["tls"]
+        self._passwords.use(web["users"])
+        self._server.guard = self._passwords if web["users"] else None
+        self._tls = tls
+        if context is not None:
+            self._server.use_tls(context)
         self._looker.config = settings["config"]
         self._health.interval = float(settings["interval"])
         self._health.config_ok, self._health.config_read = True, time.time()
@@ -184,10 +193,10 @@ class Daemon:
         """Use new settings; what the listening socket was made with needs a restart."""
         if settings is None:
             raise error or ConfigError("no answer")
-        web = settings["web"] or {"tls": None}
+        has_tls = bool((settings["web"] or {"tls": None})["tls"])
         for what, changed in (
             ("serve.listen", settings["listen"] != self._configured_listen),
-            ("TLS", _without_files(web["tls"]) != _without_files(self._tls_files)),
+            ("whether there is TLS", has_tls != (self._tls is not None)),
         ):
             if changed:
                 raise ConfigError(
@@ -195,12 +204,7 @@ class Daemon:
                     code="restart-needed",
                     hint="systemctl restart gpuguard",
                 )
-        running = self._tls
         self._apply(settings)
-        if running is not None and self._tls_files is not None:
-            # connections that come from now on get the new certificate
-            running.load_cert_chain(self._tls_files["cert_file"], self._tls_files["key_file"])
-            self._tls = running
 
     # --- observing -----------------------------------------------------------------------
 
@@ -312,16 +316,18 @@ class Daemon:
     def _tell_status(self, *more: str) -> None:
         notify(*more, f"STATUS={verdict_of(self._observation)}; listening on {self._listen}")
 
+    def _unexpected(self, _: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        """Errors that nobody awaits: one line for each kind, however often they come."""
+        error = context.get("exception")
+        kind = (str(context["message"]), repr(error))
+        if kind not in self._reported and len(self._reported) < _KINDS:
+            self._reported.add(kind)
+            line = f"{kind[0]}: {kind[1]}; said once"
+            self._log(Event(line, "error", {"event": "daemon-error"}))
+
     def _keep_watchdog(self) -> None:
         """Only this loop says that it is alive: a loop that hangs is to be restarted."""
         seconds = watchdog_seconds()
         if seconds is not None:
             notify("WATCHDOG=1")
             self._loop.call_later(seconds / 3, self._keep_watchdog)
-
-
-def _without_files(tls: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a new certificate does not change."""
-    if tls is None:
-        return None
-    return {key: tls[key] for key in tls if key not in ("cert_file", "key_file")}

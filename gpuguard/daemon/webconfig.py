@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from gpuguard.daemon.passwords import LEAST_COST, MOST_COST, cost_of
 from gpuguard.errors import ConfigError
 from gpuguard.host import Host
 from gpuguard.host.files import writable_by_others
@@ -56,7 +57,15 @@ def read_web_config(host: Host, file: str) -> dict[str, Any]:
         raise _wrong(file, "basic_auth_users must be a mapping of names to bcrypt hashes")
     for name, secret in users.items():
         if not (isinstance(name, str) and isinstance(secret, str) and _BCRYPT.fullmatch(secret)):
-            raise _wrong(file, f"basic_auth_users: {name}: must be a bcrypt hash (htpasswd -nB)")
+            raise _wrong(
+                file, f"basic_auth_users: {name}: must be a bcrypt hash (htpasswd -nBC 10)"
+            )
+        if not LEAST_COST <= cost_of(secret) <= MOST_COST:
+            raise _wrong(
+                file,
+                f"basic_auth_users: {name}: the hash has cost {cost_of(secret)}, and may have "
+                f"{LEAST_COST} to {MOST_COST}: each more doubles the work of who asks for a page",
+            )
     return {"file": file, "tls": None if tls is None else _tls(host, file, tls), "users": users}
 
 
