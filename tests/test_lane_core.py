@@ -16,6 +16,7 @@ from gpuguard.serving.lane import arguments
 from gpuguard.serving.lane_file import InvalidLaneError, parse_lane
 from gpuguard.serving.machine import Outcome, Role, Step, Switch, advance, interrupt, recover
 from gpuguard.serving.p2p_policy import decide
+from gpuguard.serving.readiness import Glance, lost
 from gpuguard.serving.reading import (
     block_size,
     fatal_line,
@@ -25,6 +26,7 @@ from gpuguard.serving.reading import (
     transports,
 )
 from gpuguard.serving.smoke import is_degenerate
+from gpuguard.serving.systemd import UnitState
 from tests.test_lane_lint import make_lane
 
 # --- the state machine
@@ -291,3 +293,13 @@ def test_the_front_says_what_was_written(route: Route) -> None:
     assert parse_listen(text) == "127.0.0.1:8000"
     told = " ".join(commands(route))
     assert ("state ready" in told) is route.is_open
+
+
+def test_a_unit_that_nothing_starts_is_given_up_soon() -> None:
+    lane = make_lane()
+    unit = UnitState(name="lane-int4.service", load="not-found", active="inactive", sub="dead")
+    glance = Glance(unit=unit, lines=(), quiet=9.0, stopped=1.0)
+    assert lost(lane, glance) is None
+    assert "not-found" in (lost(lane, replace(glance, stopped=6.0)) or "")
+    coming = replace(unit, load="loaded", active="activating")
+    assert lost(lane, replace(glance, unit=coming, stopped=6.0)) is None

@@ -39,6 +39,8 @@ def test_every_key_is_documented() -> None:
     sections = {"engine": Engine, "model": Model, "requires": Requires, "timeouts": Timeouts,
                 "expect": Expect, "gate": Gate}  # fmt: skip
     for field in dataclasses.fields(Lane):
+        if not field.init:
+            continue
         if field.name not in sections:
             assert f"`{field.name}`" in table, field.name
             continue

@@ -77,3 +77,21 @@ def test_what_has_an_environment_in_it_is_for_root_alone(fresh: LaneHost) -> Non
         path = fresh.path(f"/var/lib/gpuguard/lanes/{folder}")
         assert path.stat().st_mode & 0o777 == 0o700
         assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
+
+
+def test_a_release_of_another_gpuguard_can_be_gone_back_to(fresh: LaneHost) -> None:
+    """It has keys that this one does not know, and its id was made in another way."""
+    fresh.lane("c")
+    assert fresh.switch("c")["outcome"] == "promoted"
+    folder = fresh.path("/var/lib/gpuguard/lanes")
+    old, new = fresh.lane_id("a"), "a-0123456789ab"
+    document = json.loads((folder / f"releases/{old}.json").read_text())
+    document["lane"] |= {"colour": "red", "engine": {**document["lane"]["engine"], "wheels": 4}}
+    document["files"][0]["text"] = document["files"][0]["text"].replace(old, new)
+    (folder / f"releases/{new}.json").write_text(json.dumps(document))
+    (folder / f"releases/{old}.json").unlink()
+    for name in ("active.json", "promoted.json"):
+        (folder / name).write_text((folder / name).read_text().replace(old, new))
+    back = fresh.json("lane", "rollback")
+    assert (back["status"], back["serving"], fresh.serving()) == (0, new, new), back
+    assert fresh.front() == 200

@@ -64,10 +64,53 @@ def test_what_the_linter_refuses(served: LaneHost) -> None:
 def test_an_image_that_is_not_here(served: LaneHost, backend: str, tool: str) -> None:
     engine = {"backend": backend, "image": DIGEST, "gpus": "none"}
     served.lane("b", engine={**engine, "venv": None})
-    served.make_program(f"/opt/tools/{tool}", "sys.exit(1)\n")
+    able(served, tool)
     assert refused(served, "b") == ["lane-engine-missing"]
-    served.make_program(f"/opt/tools/{tool}", "print('[{}]')\n")
+    assert "is not on this machine" in served.history()[-1]["reasons"][0]
+    able(served, tool, image=True)
     assert served.json("lane", "switch", "b", "-n")["refusals"] == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "tool", "how", "why"),
+    [
+        ("quadlet", "podman", {"version": "4.3.1"}, "podman 4.3.1 has no quadlets"),
+        ("quadlet", "podman", {"version": "unknown"}, "does not tell its version"),
+        ("quadlet", "podman", {"generator": False}, "podman-system-generator"),
+        ("compose", "docker", {"compose": False}, "docker has no compose"),
+    ],
+)
+def test_a_backend_that_cannot_run(
+    served: LaneHost, backend: str, tool: str, how: dict[str, Any], why: str
+) -> None:
+    served.lane("b", engine={"backend": backend, "image": DIGEST, "gpus": "none", "venv": None})
+    able(served, tool, image=True, **how)
+    refusals = served.json("lane", "switch", "b", "-n")["refusals"]
+    assert [refusal["code"] for refusal in refusals] == ["lane-engine-missing"]
+    assert why in refusals[0]["message"]
+
+
+def able(
+    host: LaneHost,
+    tool: str,
+    *,
+    image: bool = False,
+    version: str = "4.9.3",
+    generator: bool = True,
+    compose: bool = True,
+) -> None:
+    """A container tool that answers; it runs nothing."""
+    host.make_program(
+        f"/opt/tools/{tool}",
+        f"if sys.argv[1] == '--version': print('{tool} version {version}')\n"
+        f"elif sys.argv[1] == 'compose': sys.exit({int(not compose)})\n"
+        f"elif sys.argv[1] == 'image': sys.exit({int(not image)})\n",
+    )
+    place = "/etc/systemd/system-generators/podman-system-generator"
+    if generator:
+        host.make_program(place, "")
+    else:
+        host.path(place).unlink(missing_ok=True)
 
 
 def test_a_model_that_was_changed(served: LaneHost) -> None:
@@ -79,6 +122,11 @@ def test_a_model_that_was_changed(served: LaneHost) -> None:
     weights.write_bytes(b"weightz")
     assert refused(served, "b") == ["lane-model-mismatch"]
     weights.write_bytes(b"weights")
+    extra = served.path("/srv/model/modeling_tiny.py")
+    extra.write_text("print('not in the manifest')")
+    assert refused(served, "b") == ["lane-model-mismatch"]
+    assert "modeling_tiny.py is not in the manifest" in served.history()[-1]["reasons"][0]
+    extra.unlink()
     served.path("/srv/model/manifest.json").write_text("{}")
     assert refused(served, "b") == ["lane-model-mismatch"]
 

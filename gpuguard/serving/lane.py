@@ -239,11 +239,12 @@ class Lane:
     expect: Expect = field(default_factory=Expect)
     gate: Gate = field(default_factory=Gate)
     fallback: tuple[Name, ...] = ()
+    kept_id: str | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def lane_id(self) -> str:
-        """The name and the beginning of the content's SHA-256."""
-        return f"{self.name}-{self.sha256[:_SHORT]}"
+        """The name and the beginning of the content's SHA-256; of a kept one, as it was then."""
+        return self.kept_id or f"{self.name}-{self.sha256[:_SHORT]}"
 
     @property
     def sha256(self) -> str:
@@ -305,6 +306,7 @@ def unit_of(name: str) -> str:
 def lane_document(lane: Lane) -> dict[str, Any]:
     """A lane as plain values."""
     document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(lane)))
+    del document["kept_id"]
     return document
 
 

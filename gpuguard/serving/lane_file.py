@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from gpuguard.state import LANES_DIR
 
 _MAX_BYTES = 1 << 20
 _SUFFIX = ".yaml"
+_UNKNOWN = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
 
 
 class InvalidLaneError(ConfigError):
@@ -121,6 +123,36 @@ def lane_of(values: Any, file: str) -> Lane:
             for detail in error.errors(include_url=False)
         ]
         raise InvalidLaneError(file, found) from error
+
+
+def kept_lane(values: Any, file: str, lane_id: str) -> Lane:
+    """A lane that was kept by some gpuguard, under the id that it has there.
+
+    What this one does not know any more is left out: the files that run the lane are kept, too,
+    and going back must not fail because of a key.
+
+    Raises:
+        InvalidLaneError: what is left is no lane.
+    """
+    values = json.loads(json.dumps(values))
+    while True:
+        try:
+            lane = lane_adapter().validate_python(values)
+        except ValidationError as error:
+            unknown = [one["loc"] for one in error.errors() if one["type"] in _UNKNOWN]
+            if not unknown:
+                return lane_of(values, file)
+            for location in unknown:
+                _drop(values, location)
+        else:
+            object.__setattr__(lane, "kept_id", lane_id)
+            return lane
+
+
+def _drop(values: Any, location: tuple[str | int, ...]) -> None:
+    for step in location[:-1]:
+        values = values[step]
+    del values[location[-1]]
 
 
 def _key(location: tuple[str | int, ...]) -> tuple[str | int, ...]:

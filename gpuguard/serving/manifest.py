@@ -102,6 +102,19 @@ def _wrong_files(
         except OSError as error:
             yield f"{name}: {error.strerror}"
     cache.save()
+    for name in _names_in(folder):
+        if name not in files:
+            yield f"{name} is not in the manifest"
+
+
+def _names_in(folder: Path) -> Iterator[str]:
+    """What belongs to a model: every file but the manifest, and none that is hidden."""
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if name == NAME or any(part.startswith(".") for part in Path(name).parts):
+            continue
+        if path.is_file() or path.is_symlink():
+            yield name
 
 
 def write_manifest(host: Host, folder: str, progress: Progress = lambda _: None) -> tuple[str, int]:
@@ -113,10 +126,8 @@ def write_manifest(host: Host, folder: str, progress: Progress = lambda _: None)
     top = host.path(folder)
     try:
         files = {}
-        for path in sorted(path for path in top.rglob("*") if path.is_file()):
-            name = str(path.relative_to(top))
-            if name == NAME or any(part.startswith(".") for part in Path(name).parts):
-                continue
+        for name in _names_in(top):
+            path = top / name
             progress(f"hashing {name} ({path.stat().st_size >> 20} MiB)")
             files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         if not files:

@@ -89,7 +89,8 @@ def _engine_remedy(lane: Lane) -> str:
     if lane.engine.backend == "venv":
         return f"install vLLM into {lane.engine.venv}, for the account {lane.engine.user}"
     tool = "podman" if lane.engine.backend == "quadlet" else "docker"
-    return f"{tool} pull {lane.engine.image}"
+    needs = "podman 4.4 or newer" if tool == "podman" else "docker with its compose plugin"
+    return f"{tool} pull {lane.engine.image}; this backend needs {needs}"
 
 
 def _mismatch(lane: Lane, driver: DriverFacts) -> Iterator[Refusal]:

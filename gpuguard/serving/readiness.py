@@ -15,19 +15,22 @@ from gpuguard.serving.reading import fatal_line, hangs_in_nccl, pool_tokens, tra
 from gpuguard.serving.systemd import UnitState
 
 _OK = 200
+_STOPPED_SECONDS = 5.0  # between the order to start and the beginning of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glance:
     """One look at a lane that is starting.
 
-    ``quiet``: seconds since its log grew. ``lines`` None: the log cannot be read. The answers
-    are None where they were not asked for, because the one before was not good.
+    ``quiet``: seconds since its log grew. ``stopped``: since its unit does not even try to run.
+    ``lines`` None: the log cannot be read. The answers are None where they were not asked for,
+    because the one before was not good.
     """
 
     unit: UnitState
     lines: tuple[str, ...] | None
     quiet: float
+    stopped: float = 0.0
     health: Answer | None = None
     models: Answer | None = None
     completion: Answer | None = None
@@ -43,6 +46,9 @@ def lost(lane: Lane, glance: Glance) -> str | None:
     said = f"; its last line: {last}" if last else ""
     if unit.active == "failed" or unit.sub == "auto-restart":
         return f"{unit.name} ended ({unit.result}, status {unit.exit_status}){said}"
+    if unit.is_stopped and glance.stopped >= _STOPPED_SECONDS:
+        loaded = f" ({unit.load})" if unit.load not in ("", "loaded") else ""
+        return f"{unit.name} is {unit.active}{loaded}, and nothing starts it{said}"
     if unit.restarts > 0:
         return f"{unit.name} died while it was starting, and was started again{said}"
     if hangs_in_nccl(lines) and glance.quiet >= lane.timeouts.no_progress:

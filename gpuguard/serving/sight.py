@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pwd
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -32,6 +33,15 @@ from gpuguard.serving.preflight import PreflightFacts
 from gpuguard.state import LANE_STATE_DIR
 
 _TOOL_SECONDS = 60.0
+_VERSION = re.compile(r"\b(\d{1,4})\.(\d{1,4})(?:\.\d+)?")
+_PODMAN = (4, 4)
+_GENERATORS = (
+    "/run/systemd/system-generators",
+    "/etc/systemd/system-generators",
+    "/usr/local/lib/systemd/system-generators",
+    "/usr/lib/systemd/system-generators",
+    "/lib/systemd/system-generators",
+)
 _SNAPSHOT_BYTES = 16 << 20
 
 
@@ -135,15 +145,16 @@ def look_before(
 
 def engine_problem(host: Host, lane: Lane) -> str | None:
     """Why the engine cannot be started: image not here, no such environment or account."""
-    image, tool = lane.engine.image, "podman" if lane.engine.backend == "quadlet" else "docker"
-    if image is not None:
+    if lane.engine.image is not None:
+        tool = "podman" if lane.engine.backend == "quadlet" else "docker"
         try:
-            done = host.run(tool, "image", "inspect", image, timeout=_TOOL_SECONDS, ok=None)
+            return backend_problem(host, lane.engine.backend) or _image_problem(
+                host, tool, lane.engine.image
+            )
         except CommandNotFoundError:
             return f"{tool} is not installed"
         except CommandError as error:
-            return f"whether the image is here is not known: {error.message}"
-        return None if done.exit_status == 0 else f"the image {image} is not on this machine"
+            return f"whether {tool} can run the image is not known: {error.message}"
     program = host.path(f"{lane.engine.venv}/bin/vllm")
     if not os.access(program, os.X_OK):
         return f"there is no {program}"
@@ -151,6 +162,32 @@ def engine_problem(host: Host, lane: Lane) -> str | None:
         pwd.getpwnam(lane.engine.user)
     except KeyError:
         return f"there is no account {lane.engine.user}"
+    return None
+
+
+def _image_problem(host: Host, tool: str, image: str) -> str | None:
+    done = host.run(tool, "image", "inspect", image, timeout=_TOOL_SECONDS, ok=None)
+    return None if done.exit_status == 0 else f"the image {image} is not on this machine"
+
+
+def backend_problem(host: Host, backend: str) -> str | None:
+    """Why systemd could not run what is rendered for this backend.
+
+    Raises:
+        CommandError: the tool cannot be asked; CommandNotFoundError: there is none.
+    """
+    if backend == "compose":
+        done = host.run("docker", "compose", "version", timeout=_TOOL_SECONDS, ok=None)
+        return None if done.exit_status == 0 else "docker has no compose: docker compose version"
+    done = host.run("podman", "--version", timeout=_TOOL_SECONDS, ok=None)
+    match = _VERSION.search(done.stdout)
+    if match is None:
+        return f"podman does not tell its version: {done.stdout.strip()[:60] or done.stderr[:60]}"
+    if (int(match[1]), int(match[2])) < _PODMAN:
+        return f"podman {match[0]} has no quadlets; {_PODMAN[0]}.{_PODMAN[1]} or newer has"
+    places = (f"{folder}/podman-system-generator" for folder in _GENERATORS)
+    if not any(os.access(host.path(place), os.X_OK) for place in places):
+        return "podman's generator for systemd (podman-system-generator) is not installed"
     return None
 
 

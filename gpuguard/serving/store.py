@@ -22,7 +22,7 @@ from gpuguard.host import Host
 from gpuguard.host.files import fsync_dir, make_dirs
 from gpuguard.host.reading import list_dir, read_bytes
 from gpuguard.serving.lane import Lane, lane_document
-from gpuguard.serving.lane_file import lane_of
+from gpuguard.serving.lane_file import kept_lane
 from gpuguard.serving.machine import Outcome, Role, Step, Switch
 from gpuguard.serving.render import RenderedFile
 from gpuguard.state import LANE_STATE_DIR
@@ -222,7 +222,7 @@ def read_release(host: Host, release_id: str) -> Release:
         raise _unusable(host, file, "it is not there")
     try:
         files = tuple(RenderedFile(one["path"], one["text"]) for one in document["files"])
-        return Release(lane_of(document["lane"], file), files)
+        return Release(kept_lane(document["lane"], file, release_id), files)
     except (KeyError, TypeError) as error:
         raise _unusable(host, file, f"lacks {error}") from error
 

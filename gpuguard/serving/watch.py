@@ -27,6 +27,7 @@ class _Trace:
     """What was seen of one start's log. ``grew``: when it last did, on the monotonic clock."""
 
     grew: float
+    tried: float = 0.0  # when its unit was last seen to run or to come up
     invocation: str = ""
     lines: tuple[str, ...] | None = None
 
@@ -46,7 +47,7 @@ class Watch:
     def until_ready(self, lane: Lane, seconds: float) -> str | None:
         """Wait until it is ready; why it is not, or None."""
         begun = time.monotonic()
-        trace = _Trace(begun)
+        trace = _Trace(begun, begun)
         waits = "it was not looked at"
         while (left := begun + seconds - time.monotonic()) > 0:
             glance = self._glance(lane, trace)
@@ -64,6 +65,8 @@ class Watch:
 
     def _glance(self, lane: Lane, trace: _Trace) -> Glance:
         unit = self._systemd.show(lane.unit)
+        if not unit.is_stopped:
+            trace.tried = time.monotonic()
         trace.invocation = trace.invocation or unit.invocation
         # of the first start, even if it is in its second one by now: why it died is said there
         lines = self._systemd.log(replace(unit, invocation=trace.invocation))
@@ -79,6 +82,7 @@ class Watch:
             unit=unit,
             lines=lines,
             quiet=time.monotonic() - trace.grew,
+            stopped=time.monotonic() - trace.tried,
             health=health,
             models=models,
             completion=completion,
