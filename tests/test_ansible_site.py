@@ -159,6 +159,8 @@ def test_prometheus_scrapes_all_and_has_the_rules_of_the_package(site: Site) -> 
 
 
 def test_an_alert_fires_when_the_engine_is_killed(site: Site) -> None:
+    # the lane came after Prometheus: what that said of the time before has to end first
+    site.system.wait_for(lambda: "VllmEngineDead" not in _firing(site), 60, "no alert")
     main = site.system.show("lane-tiny.service", "MainPID")
     engine = site.system.run("ps", "-o", "pid=", "--ppid", main).stdout.split()[0]
     site.system.run("kill", "-9", engine)
