@@ -131,7 +131,8 @@ class WindowBox(Box):
             )
         usual = {
             "postinst": _KERNEL_POSTINST.format(release=release),
-            "postrm": f"#!/bin/sh\ncase $1 in abort-*) exit 0; esac\nrm -rf /lib/modules/{release}\n"
+            "postrm": "#!/bin/sh\ncase $1 in abort-*) exit 0; esac\n"
+            f"rm -rf /lib/modules/{release}\n"
             "update-grub\n",
         }
         self.offer(f"linux-image-{release}", version, files=files, scripts=usual | scripts)
