@@ -150,9 +150,18 @@ def configure(root: Path, *, interval: float = 3600, **more: Any) -> None:
 
 @contextmanager
 def serving(
-    root: Path, *words: str, binding: Path | None = None, **environment: str
+    root: Path,
+    *words: str,
+    binding: Path | None = None,
+    program: Path | None = None,
+    **environment: str,
 ) -> Iterator[Served]:
-    """Run ``gpuguard serve`` until the end of the block; it has told that it is ready."""
+    """Run ``gpuguard serve`` until the end of the block; it has told that it is ready.
+
+    ``program``: the folder of another gpuguard than the repository's.
+    """
+    if program is not None:
+        environment["PYTHONPATH"] = str(program)
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -165,7 +174,7 @@ def serving(
                  "--listen", f"127.0.0.1:{port}", *words],
                 env={**program_environment(binding), "NOTIFY_SOCKET": f"{folder}/notify",
                      **environment},
-                stdout=subprocess.DEVNULL, stderr=sink, text=True,
+                stdout=subprocess.DEVNULL, stderr=sink, text=True, cwd=program,
             )  # fmt: skip
         served = Served(process, port, manager, errors)
         try:

@@ -345,3 +345,15 @@ def test_key_and_certificate_that_do_not_belong_together(box: P2pBox) -> None:
     done = run_serve(box.root, "--listen", f"127.0.0.1:{free_port()}")
     assert done.returncode == 78
     assert "[tls-unusable]" in done.stderr
+
+
+def test_handshakes_that_never_begin_take_no_room(box: P2pBox) -> None:
+    folder = web_config(box, "tls_server_config: {cert_file: web.crt, key_file: web.key}\n")
+    certificate(folder)
+    with serving(box.root) as served, ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(connected(served))
+        assert _get_tls(served, folder / "web.crt") == 200
+        assert len([*Path(f"/proc/{served.process.pid}/fd").iterdir()]) < 200
+        assert served.stop() == 0
+        assert all(line.startswith("gpuguard: ") for line in served.log())

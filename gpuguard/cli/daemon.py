@@ -22,6 +22,7 @@ def main() -> None:
     status = 0
     try:
         daemon.run()
+        status = daemon.exit_status
     except GpuguardError as error:
         status = error.exit_status
         _report(error)

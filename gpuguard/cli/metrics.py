@@ -44,7 +44,7 @@ def metrics(
     if context.json and textfile is None:
         context.print_json(encode(observation))
         return
-    health = Health(config_ok=trouble is None, config_read=observation.when)
+    health = Health(config_ok=trouble is None, config_read=0.0 if trouble else observation.when)
     note_successes(health, observation)
     samples = list(all_samples(observation, health))
     if textfile is None:

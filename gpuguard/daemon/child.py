@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from gpuguard import __version__
 from gpuguard.errors import ConfigError, GpuguardError
 from gpuguard.host import LocalHost
 
@@ -36,6 +37,7 @@ def main() -> None:
                 "exit_status": error.exit_status,
             }
         }
+    answer["version"] = __version__
     json.dump(answer, sys.stdout)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 _REASONS = {
     200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
     405: "Method Not Allowed", 408: "Request Timeout", 431: "Request Header Fields Too Large",
-    503: "Service Unavailable", 505: "HTTP Version Not Supported",
+    500: "Internal Server Error", 503: "Service Unavailable", 505: "HTTP Version Not Supported",
 }  # fmt: skip
 
 

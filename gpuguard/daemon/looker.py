@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpuguard import __version__
 from gpuguard.core.facts import P2pFacts
 from gpuguard.core.findings import Verdict
 from gpuguard.core.metrics import REGULAR_PROBES, Probe
@@ -38,6 +39,10 @@ _FULL_AFTER_FAILURE_SECONDS = 900.0
 #: What a look was made from: files, the driver's answer, the configuration.
 _Seen = tuple[str, P2pFacts, Mapping[str, Any] | None]
 _PASSED_ON = ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HOME")
+
+
+class OtherVersionError(Exception):
+    """What is installed by now is another gpuguard than this process."""
 
 
 class StoppableHost(LocalHost):
@@ -71,6 +76,7 @@ def ask_child(host: LocalHost, request: Mapping[str, Any], timeout: float) -> di
     Raises:
         CommandError: it gave no answer.
         ProbeError: it answered nonsense.
+        OtherVersionError: it is of another version.
         GpuguardError: what it says went wrong.
     """
     memory = os.memfd_create("gpuguard-request", flags=0)  # the child inherits it
@@ -91,9 +97,11 @@ def ask_child(host: LocalHost, request: Mapping[str, Any], timeout: float) -> di
         raise ProbeError(f"the child that looks exited with {done.exit_status}: {last}")
     try:
         answer = json.loads(done.stdout)
-        error = answer.get("error")
+        error, version = answer.get("error"), answer.pop("version", "unknown")
     except (ValueError, AttributeError) as failure:
         raise ProbeError(f"the child that looks answered nonsense: {failure}") from failure
+    if version != __version__:
+        raise OtherVersionError(f"gpuguard {version} is installed by now, this is {__version__}")
     if error is not None:
         raise _raised(error)
     return dict(answer)

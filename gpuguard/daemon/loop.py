@@ -14,7 +14,12 @@ from typing import Any
 from gpuguard.core.observation import Observation
 from gpuguard.daemon.events import Event, changes, verdict_of
 from gpuguard.daemon.http import Request, Response
-from gpuguard.daemon.looker import Looker, StoppableHost, failed_observation
+from gpuguard.daemon.looker import (
+    Looker,
+    OtherVersionError,
+    StoppableHost,
+    failed_observation,
+)
 from gpuguard.daemon.page import page
 from gpuguard.daemon.passwords import Passwords, can_check_passwords
 from gpuguard.daemon.server import Server
@@ -37,6 +42,7 @@ _APART_SECONDS = 5.0  # between two looks, however much changes
 _STOP_SECONDS = 1.0
 _EXIT_SECONDS = 1.8  # after a signal the process is gone, whatever hangs
 _KINDS = 32
+_TRY_AGAIN = 75  # EX_TEMPFAIL: the unit has Restart=on-failure
 _OVERDUE = 3  # intervals
 _OVERDUE_SECONDS = 30.0
 _NEEDS_CERTIFICATE = "RequireAndVerifyClientCert"
@@ -75,6 +81,8 @@ class Daemon:
         self._worker: threading.Thread | None = None
         self._passwords = Passwords()
         self._tls: Mapping[str, Any] | None = None  # what the context was made from
+        self._is_reloading = self._is_reload_wanted = False
+        self.exit_status = 0
         self._reported: set[tuple[str, str]] = set()
         self._configured_listen = ""
 
@@ -111,7 +119,7 @@ class Daemon:
         self._cycle()
         await self._stop.wait()
         notify("STOPPING=1", "STATUS=stopping")
-        last = threading.Timer(_EXIT_SECONDS, os._exit, (0,))
+        last = threading.Timer(_EXIT_SECONDS, os._exit, (self.exit_status,))
         last.daemon = True
         last.start()
         self._host.stop()
@@ -166,10 +174,16 @@ class Daemon:
         self._health.config_ok, self._health.config_read = True, time.time()
 
     def _reload(self) -> None:
+        if self._is_reloading:  # one at a time, and once more for all that came meanwhile
+            self._is_reload_wanted = True
+            return
+        self._is_reloading, self._is_reload_wanted = True, False
         notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         self._in_thread(lambda: self._looker.settings(self._config_file), self._reloaded)
 
     def _reloaded(self, settings: dict[str, Any] | None, error: Exception | None) -> None:
+        if self._gives_way(error):
+            return
         try:
             self._take_over(settings, error)
         except (GpuguardError, OSError) as refused:
@@ -185,9 +199,13 @@ class Daemon:
             )
         else:
             self._log(Event("configuration read again", "notice", {"event": "config-reloaded"}))
+            self._warn_of_strangers()
         self._render()
         self._cycle(changed=True)
         self._tell_status("READY=1")
+        self._is_reloading = False
+        if self._is_reload_wanted:
+            self._reload()
 
     def _take_over(self, settings: dict[str, Any] | None, error: Exception | None) -> None:
         """Use new settings; what the listening socket was made with needs a restart."""
@@ -244,6 +262,8 @@ class Daemon:
     def _observed(self, found: Observation | None, error: Exception | None) -> None:
         began = self._busy_since or 0.0
         self._busy_since = None
+        if self._gives_way(error):
+            return
         if found is None:
             found = failed_observation(time.time(), self._loop.time() - began, repr(error))
         self._publish(found)
@@ -251,6 +271,15 @@ class Daemon:
             self._cycle()  # what it says is old
         elif self._is_outdated:
             self._look_soon()
+
+    def _gives_way(self, error: Exception | None) -> bool:
+        """End, to be started as what is installed now: this process cannot read its answers."""
+        if not isinstance(error, OtherVersionError):
+            return False
+        self._log(Event(str(error), "notice", {"event": "other-version"}))
+        self.exit_status = _TRY_AGAIN
+        self._stop.set()
+        return True
 
     @property
     def _overdue(self) -> float:
@@ -291,14 +320,23 @@ class Daemon:
     def _render(self) -> None:
         samples = tuple(all_samples(self._observation, self._health))
         looked = self._observation is not None
-        shown = page(self._observation, verdict_of(self._observation))
         self._pages = {
-            "/": Response(200, shown, "text/html; charset=utf-8", _PAGE_HEADERS),
             "/metrics": Response(200, prometheus_text(samples), TEXT_TYPE),
             "openmetrics": Response(200, openmetrics_text(samples), OPENMETRICS_TYPE),
             "/-/healthy": Response(200, b"healthy\n"),
             "/-/ready": Response(200, b"ready\n") if looked else Response(503, b"not looked yet\n"),
         }
+        try:  # after what alerts are made from, which must not wait for it
+            shown = page(self._observation, verdict_of(self._observation))
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the rest is not
+            self._loop.call_exception_handler(
+                {"message": "the page cannot be drawn", "exception": error}
+            )
+            self._pages["/"] = Response(
+                500, b"The page cannot be drawn; see /metrics, and the log.\n"
+            )
+        else:
+            self._pages["/"] = Response(200, shown, "text/html; charset=utf-8", _PAGE_HEADERS)
 
     def _answer(self, request: Request) -> Response:
         path = request.path
