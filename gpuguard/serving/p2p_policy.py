@@ -24,7 +24,7 @@ class P2pDecision:
 def decide(
     lane: Lane, proof: Proof | None, running: str | None, driver: DriverFacts
 ) -> P2pDecision:
-    """Look at the requirement, and at what was proven since this boot.
+    """Look at the requirement, and at what the driver granted since this boot.
 
     Args:
         lane: who wants to start.
@@ -47,14 +47,17 @@ def decide(
 def proof_problem(
     lane: Lane, proof: Proof | None, running: str | None, driver: DriverFacts
 ) -> str | None:
-    """Why P2P is not proven for what is loaded now; None: it is."""
+    """Why P2P does not count as granted for what is loaded now; None: it is."""
     if proof is None:
-        return "P2P was not proven since this boot"
+        return "the gate has not seen the driver grant P2P since this boot"
     changed = list(_changes(proof, running, driver))
     if changed:
-        return f"the proof of {proof.created} is about another {' and '.join(changed)}"
+        return f"what the gate saw at {proof.created} is about another {' and '.join(changed)}"
     if len(proof.cards) < lane.tensor_parallel:
-        return f"{len(proof.cards)} cards are proven, the lane spreads over {lane.tensor_parallel}"
+        return (
+            f"P2P was granted between {len(proof.cards)} cards, "
+            f"the lane spreads over {lane.tensor_parallel}"
+        )
     return None
 
 
