@@ -14,6 +14,7 @@ from gpuguard.apply.journal import Journal
 from gpuguard.apply.lock import exclusive, is_held, wait_for_package_tools
 from gpuguard.apply.recovery import Recovery, recover
 from gpuguard.cli.context import Context
+from gpuguard.core.upgrade import MENDING
 from gpuguard.errors import GpuguardError, PrivilegeError
 from gpuguard.state import STATE_DIR
 from gpuguard.verbs.inspect import configured
@@ -69,12 +70,16 @@ def _recover_window(context: Context) -> None:
 
 
 def window_line(recovered: RecoveredWindow) -> str:
-    """What the start found of a maintenance window: one sentence."""
+    """What the start found of a maintenance window: one sentence, and what it could not mend."""
     what = f"the maintenance window of {recovered.window.started} was interrupted"
     if not recovered.phase.holds_are_off:
         return f"gpuguard: {what} before it changed anything"
     number = len(recovered.holds.held)
-    return f"gpuguard: {what} ({recovered.phase}); {number} packages are on hold again"
+    line = f"gpuguard: {what} ({recovered.phase}); {number} packages are on hold again"
+    if not recovered.window.unfinished:
+        return line
+    steps = "\n".join(f"  -> {step}" for step in MENDING.splitlines())
+    return f"{line}; packages are half installed:\n{recovered.window.unfinished}\n{steps}"
 
 
 def recovery_line(recovered: Recovery) -> str:
