@@ -54,7 +54,7 @@ def decide(facts: HostFacts, policy: Policy, *, may_pin: bool, wanted: bool) -> 
     following = facts.next.release
     if following is None or following in ready or following not in in_care:
         return Decision(
-            pinning=Pinning.NONE, reason="the next kernel is ready, not looked after, or rolled back"
+            pinning=Pinning.NONE, reason="the next kernel is ready, ignored, or rolled back"
         )
     why = f"{following} is not ready"
     if ready and wanted and may_pin:
