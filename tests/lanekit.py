@@ -15,15 +15,12 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +33,18 @@ import gpuguard.cli.lane  # noqa: F401 - verbs are imported when asked for: here
 from gpuguard.host import LocalHost
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.lane_file import read_lane
+from tests.lanerun import (
+    PATIENCE,
+    Fakes,
+    Running,
+    Said,
+    cmdline,
+    free_port,
+    killer,
+    wait_for,
+)
+
+__all__ = ["PATIENCE", "LaneHost", "Running", "Said", "free_port", "settle", "wait_for"]
 
 REPOSITORY = Path(__file__).parents[1]
 PROGRAM = "/opt/gpuguard/bin/gpuguard"
@@ -44,41 +53,9 @@ MODEL = "/srv/model"
 _OWN = ("etc", "var", "run", "opt", "srv")
 _CLONE_NEWNS = 0x00020000
 _LIBC = ctypes.CDLL(None, use_errno=True)
-PATIENCE = 30.0
-_PYNVML = """
-import json, os
-S = json.load(open(os.path.join(os.path.dirname(__file__), "state.json")))
-class NVMLError(Exception): pass
-class _O:
-    def __init__(self, **v): self.__dict__.update(v)
-def nvmlInit(): pass
-def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return 1
-def nvmlDeviceGetHandleByIndex(i): return i
-def nvmlDeviceGetUUID(h): return "GPU-0"
-def nvmlDeviceGetPciInfo(h): return _O(busId="00000000:01:00.0")
-def nvmlDeviceGetMemoryInfo(h): return _O(total=32 << 30, used=S["used"])
-def nvmlDeviceGetComputeRunningProcesses(h):
-    known = S.get("process_bytes", {})
-    return [_O(pid=p, usedGpuMemory=known.get(str(p))) for p in S.get("processes", ())]
-def nvmlDeviceGetGraphicsRunningProcesses(h): return []
-"""
 
 
-@dataclass(frozen=True)
-class Said:
-    """What the program said."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.out)
-
-
-class LaneHost:
+class LaneHost(Fakes):
     """The machine; made by the fixture ``lane_host``."""
 
     def __init__(self, root: Path) -> None:
@@ -154,9 +131,6 @@ class LaneHost:
         if self._holder is not None:
             self._holder.communicate("end\n")
 
-    def path(self, inside: str) -> Path:
-        return self.root / inside.lstrip("/")
-
     def enter(self) -> None:
         """For a child of this process: become one of that machine."""
         assert self._holder is not None
@@ -180,68 +154,14 @@ class LaneHost:
         for state in map(self.unit, self.units()):
             if state["ActiveState"] in ("inactive", "failed"):
                 continue  # its numbers may be somebody else's by now
-            if b"/opt/tools/systemctl" in _cmdline(state["supervisor"]):
+            if b"/opt/tools/systemctl" in cmdline(state["supervisor"]):
                 os.kill(state["supervisor"], signal.SIGKILL)
-            if state["MainPID"] and f"{VENV}/bin/vllm".encode() in _cmdline(state["MainPID"]):
+            if state["MainPID"] and f"{VENV}/bin/vllm".encode() in cmdline(state["MainPID"]):
                 os.killpg(state["MainPID"], signal.SIGKILL)
         self.stop_front()
         shutil.rmtree(self.path("/run"))
         self.path("/run").mkdir()
         self.pretend("/proc/sys/kernel/random/boot_id", f"{uuid.uuid4()}\n")
-
-    def pretend(self, place: str, text: str) -> None:
-        """Put a text in the place of one of the kernel's files, or of a folder's one file."""
-        source = self.root / "srv" / f"kernel-{uuid.uuid4().hex}"
-        source.write_text(text)
-        done = self.command("mount", "--bind", f"/srv/{source.name}", place)
-        assert done.returncode == 0, done.stderr
-
-    def pretend_bus(self, cards: int) -> None:
-        """So many cards on the PCI bus."""
-        for number in range(cards):
-            device = self.path(f"/srv/bus/0000:0{number + 1}:00.0")
-            device.mkdir(parents=True)
-            (device / "vendor").write_text("0x10de\n")
-            (device / "class").write_text("0x030000\n")
-        done = self.command("mount", "--bind", "/srv/bus", "/sys/bus/pci/devices")
-        assert done.returncode == 0, done.stderr
-
-    def pretend_driver(self, version: str) -> None:
-        """A driver that is loaded."""
-        folder = self.path("/srv/driver/nvidia")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "version").write_text(
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  "
-            f"{version}  Release Build  (builder@host)\n"
-        )
-        done = self.command("mount", "--bind", "/srv/driver", "/proc/driver")
-        assert done.returncode == 0, done.stderr
-
-    def pretend_cards(self, **card: Any) -> None:
-        """What NVML says: one card with these values."""
-        folder = self.path("/opt/pynvml")
-        folder.mkdir(exist_ok=True)
-        (folder / "pynvml.py").write_text(_PYNVML)
-        (folder / "state.json").write_text(json.dumps(card))
-
-    def prove(self, **changes: Any) -> None:
-        """A proof of this boot, as the gate leaves it."""
-        proof = {
-            "schema": 1,
-            "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            "created": "2026-01-01T00:00:00Z",
-            "verdict": "ok",
-            "kernel": os.uname().release,
-            "driver": None,
-            "build_id": None,
-            "identity": "patched",
-            "cards": ["GPU-0", "GPU-1", "GPU-2", "GPU-3"],
-            "pairs": 12,
-            "source": "nvml",
-        }
-        file = self.path("/run/gpuguard/proof.json")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({**proof, **changes}))
 
     # --- the program
 
@@ -271,7 +191,7 @@ class LaneHost:
             if Path("/opt/pynvml").exists():
                 sys.path.insert(0, "/opt/pynvml")  # the NVML child gets this path
             if die_at is not None:
-                sys.addaudithook(_killer(die_at))
+                sys.addaudithook(killer(die_at))
             program.main()
             status = 0
         except SystemExit as error:
@@ -424,64 +344,6 @@ def settle(host: LaneHost, **lanes: dict[str, Any]) -> LaneHost:
         assert host.switch(first)["outcome"] == "promoted"
     wait_for(lambda: host.front() == 200, "the first lane")
     return host
-
-
-class Running:
-    """The program, at work."""
-
-    def __init__(self, pid: int, folder: Path) -> None:
-        self.pid = pid
-        self._folder = folder
-
-    def kill(self, signum: int = signal.SIGKILL) -> None:
-        os.kill(self.pid, signum)
-
-    def wait(self) -> Said:
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        said = Said(status, self.text("out"), self.text("err"))
-        shutil.rmtree(self._folder)
-        return said
-
-    def text(self, name: str) -> str:
-        file = self._folder / name
-        return file.read_text() if file.exists() else ""
-
-    def says(self, text: str) -> None:
-        """Wait until it has said that, on stderr."""
-        wait_for(lambda: text in self.text("err"), text)
-
-
-def _cmdline(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def _killer(number: int) -> Callable[[str, tuple[Any, ...]], None]:
-    seen = 0
-
-    def hook(event: str, _arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
-        if event == "os.rename":
-            seen += 1
-            if seen == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    return hook
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
-    """Poll for something that another process does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain: {what}"
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from gpuguard.serving.engine import Engine
 from tests.lanekit import LaneHost, free_port, settle, wait_for
 
 pytestmark = pytest.mark.slow
-DIGEST = "localhost/vllm@sha256:" + "ab" * 32
 
 
 @pytest.fixture
@@ -58,59 +57,6 @@ def rolled_back(host: LaneHost, name: str) -> str:
 def test_what_the_linter_refuses(served: LaneHost) -> None:
     served.lane("b", args={"load-format": "dummy", "shutdown-timeout": 0})
     assert refused(served, "b") == ["lane-dummy-weights", "lane-shutdown-timeout"]
-
-
-@pytest.mark.parametrize(("backend", "tool"), [("quadlet", "podman"), ("compose", "docker")])
-def test_an_image_that_is_not_here(served: LaneHost, backend: str, tool: str) -> None:
-    engine = {"backend": backend, "image": DIGEST, "gpus": "none"}
-    served.lane("b", engine={**engine, "venv": None})
-    able(served, tool)
-    assert refused(served, "b") == ["lane-engine-missing"]
-    assert "is not on this machine" in served.history()[-1]["reasons"][0]
-    able(served, tool, image=True)
-    assert served.json("lane", "switch", "b", "-n")["refusals"] == []
-
-
-@pytest.mark.parametrize(
-    ("backend", "tool", "how", "why"),
-    [
-        ("quadlet", "podman", {"version": "4.3.1"}, "podman 4.3.1 has no quadlets"),
-        ("quadlet", "podman", {"version": "unknown"}, "does not tell its version"),
-        ("quadlet", "podman", {"generator": False}, "podman-system-generator"),
-        ("compose", "docker", {"compose": False}, "docker has no compose"),
-    ],
-)
-def test_a_backend_that_cannot_run(
-    served: LaneHost, backend: str, tool: str, how: dict[str, Any], why: str
-) -> None:
-    served.lane("b", engine={"backend": backend, "image": DIGEST, "gpus": "none", "venv": None})
-    able(served, tool, image=True, **how)
-    refusals = served.json("lane", "switch", "b", "-n")["refusals"]
-    assert [refusal["code"] for refusal in refusals] == ["lane-engine-missing"]
-    assert why in refusals[0]["message"]
-
-
-def able(
-    host: LaneHost,
-    tool: str,
-    *,
-    image: bool = False,
-    version: str = "4.9.3",
-    generator: bool = True,
-    compose: bool = True,
-) -> None:
-    """A container tool that answers; it runs nothing."""
-    host.make_program(
-        f"/opt/tools/{tool}",
-        f"if sys.argv[1] == '--version': print('{tool} version {version}')\n"
-        f"elif sys.argv[1] == 'compose': sys.exit({int(not compose)})\n"
-        f"elif sys.argv[1] == 'image': sys.exit({int(not image)})\n",
-    )
-    place = "/etc/systemd/system-generators/podman-system-generator"
-    if generator:
-        host.make_program(place, "")
-    else:
-        host.path(place).unlink(missing_ok=True)
 
 
 def test_a_model_that_was_changed(served: LaneHost) -> None:

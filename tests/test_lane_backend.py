@@ -1,0 +1,72 @@
+"""Tools, versions and the image are looked at before anything is stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.lanekit import LaneHost, settle
+from tests.test_lane_faults import refused
+
+pytestmark = pytest.mark.slow
+DIGEST = "localhost/vllm@sha256:" + "ab" * 32
+
+
+@pytest.fixture
+def served(shared_lane_host: LaneHost) -> LaneHost:
+    """Lane a serves behind the front."""
+    return settle(shared_lane_host, a={})
+
+
+@pytest.mark.parametrize(("backend", "tool"), [("quadlet", "podman"), ("compose", "docker")])
+def test_an_image_that_is_not_here(served: LaneHost, backend: str, tool: str) -> None:
+    engine = {"backend": backend, "image": DIGEST, "gpus": "none"}
+    served.lane("b", engine={**engine, "venv": None})
+    able(served, tool)
+    assert refused(served, "b") == ["lane-engine-missing"]
+    assert "is not on this machine" in served.history()[-1]["reasons"][0]
+    able(served, tool, image=True)
+    assert served.json("lane", "switch", "b", "-n")["refusals"] == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "tool", "how", "why"),
+    [
+        ("quadlet", "podman", {"version": "4.3.1"}, "podman 4.3.1 has no quadlets"),
+        ("quadlet", "podman", {"version": "unknown"}, "does not tell its version"),
+        ("quadlet", "podman", {"generator": False}, "podman-system-generator"),
+        ("compose", "docker", {"compose": False}, "docker has no compose"),
+    ],
+)
+def test_a_backend_that_cannot_run(
+    served: LaneHost, backend: str, tool: str, how: dict[str, Any], why: str
+) -> None:
+    served.lane("b", engine={"backend": backend, "image": DIGEST, "gpus": "none", "venv": None})
+    able(served, tool, image=True, **how)
+    refusals = served.json("lane", "switch", "b", "-n")["refusals"]
+    assert [refusal["code"] for refusal in refusals] == ["lane-engine-missing"]
+    assert why in refusals[0]["message"]
+
+
+def able(
+    host: LaneHost,
+    tool: str,
+    *,
+    image: bool = False,
+    version: str = "4.9.3",
+    generator: bool = True,
+    compose: bool = True,
+) -> None:
+    """A container tool that answers; it runs nothing."""
+    host.make_program(
+        f"/opt/tools/{tool}",
+        f"if sys.argv[1] == '--version': print('{tool} version {version}')\n"
+        f"elif sys.argv[1] == 'compose': sys.exit({int(not compose)})\n"
+        f"elif sys.argv[1] == 'image': sys.exit({int(not image)})\n",
+    )
+    place = "/etc/systemd/system-generators/podman-system-generator"
+    if generator:
+        host.make_program(place, "")
+    else:
+        host.path(place).unlink(missing_ok=True)
