@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from gpuguard.errors import ConfigError
-from tests.daemon_kit import cards_only, configure, free_port, run_serve, serving, value
-from tests.p2pbox import REPOSITORY, P2pBox
+from tests.daemon_kit import cards_only, configure, free_port, parse, run_serve, serving, value
+from tests.p2pbox import REPOSITORY, P2pBox, program_environment
 from tests.test_daemon_clients import _DEAR, _RIGHT, guarded
 from tests.test_daemon_faults import _get_tls, certificate, web_config
 
@@ -116,3 +118,14 @@ def test_a_page_that_cannot_be_drawn_keeps_no_metrics_back(box: P2pBox, copy: Pa
         assert served.get("/")[0] == 500
         assert sum("cannot be drawn" in line for line in served.log()) == 1
         assert all(line.startswith("gpuguard: ") for line in served.log())
+
+
+def test_a_textfile_of_a_broken_configuration_does_not_say_it_was_read(box: P2pBox) -> None:
+    (box.root / "etc/gpuguard/gpuguard.d/90-test.yaml").write_text("serve: {nothing: 1}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuguard", "--root", box.root, "metrics"],
+        env=program_environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    series = parse(done.stdout)
+    assert value(series, "gpuguard_config_last_reload_successful") == 0
+    assert value(series, "gpuguard_config_last_reload_success_timestamp_seconds") == 0

@@ -84,12 +84,14 @@ class Connection:
             asyncio.IncompleteReadError: the client has gone.
         """
         self.is_idle = True
-        first = await asyncio.wait_for(self._reader.read(1), IDLE_SECONDS)
+        async with asyncio.timeout(IDLE_SECONDS):  # no task of its own, as wait_for makes
+            first = await self._reader.read(1)
         if not first:
             raise asyncio.IncompleteReadError(b"", None)
         self.requests += 1
         try:
-            rest = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), HEAD_SECONDS)
+            async with asyncio.timeout(HEAD_SECONDS):
+                rest = await self._reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError as error:
             raise BadRequestError(431) from error
         except TimeoutError as error:
@@ -106,7 +108,9 @@ class Connection:
         if self._writer is None:
             raise ConnectionError("not open")
         self._writer.write(encode(response, keep=keep, head_only=head_only))
-        await asyncio.wait_for(self._writer.drain(), WRITE_SECONDS)
+        async with asyncio.timeout(WRITE_SECONDS):
+            await self._writer.drain()
+        await asyncio.sleep(0)  # one that asks much does not keep others waiting
 
     async def close(self) -> None:
         """Close as one should, for as long as that takes no longer than it should."""
