@@ -44,13 +44,26 @@ def change(root: Path, kind: str) -> None:
 
 
 def snapshot(root: Path) -> dict[str, str]:
-    """All but our own state; of that only which files are known to be ours."""
-    files = toys.snapshot(root, without=("var/lib/gpuguard",))
+    """All but our own state; of that only which files are known to be ours.
+
+    An empty folder of our name is what a kill right after the last file may leave: that is all.
+    """
+    files = {
+        path: what
+        for path, what in toys.snapshot(root, without=("var/lib/gpuguard",)).items()
+        if "gpuguard" not in Path(path).parts or not _is_empty_folder(root / path.lstrip("/"))
+    }
     record = root / SETUP_FILE.lstrip("/")
     if record.exists():
         document = json.loads(record.read_text())
         files["record"] = json.dumps([document["program"], document["files"]])
     return files
+
+
+def _is_empty_folder(path: Path) -> bool:
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return not any(entry.is_symlink() or entry.is_file() for entry in path.rglob("*"))
 
 
 def main() -> None:
