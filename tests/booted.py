@@ -26,13 +26,10 @@ from gpuguard.demo.loaded import loadable_modules, unpacked
 from tests.booted_roots import (
     PROGRAM,
     Base,
-    Debian,
-    build_wheel,
-    get_base,
-    install_gpuguard,
-    overlay,
     pretend_release,
 )
+from tests.cgroups import remove_cgroups
+from tests.grub_menu import grub_environment, started_by_grub
 from tests.realroot import chroot, mounted
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -184,11 +181,11 @@ class Machine:
 
     def boot_loader_starts(self) -> str:
         """The release that GRUB's menu starts without a key press; uses up a one-time choice."""
-        saved = _grub_environment(self.root)
+        saved = grub_environment(self.root)
         if once := saved.get("next_entry"):
             chroot(self.root, "grub-editenv", "/boot/grub/grubenv", "unset", "next_entry")
         menu = (self.root / "boot/grub/grub.cfg").read_text()
-        return _started_by_grub(menu, once or "", saved.get("saved_entry", ""))
+        return started_by_grub(menu, once or "", saved.get("saved_entry", ""))
 
     # --- what is done inside
 
@@ -338,7 +335,7 @@ def machine(root: Path, base: Base, folder: Path) -> Iterator[Machine]:
         yield system
     finally:
         system.power_off()
-        _remove_cgroups(name)
+        remove_cgroups(name)
 
 
 def _furnish(root: Path) -> None:
@@ -384,48 +381,3 @@ def _policy_in(module: Path) -> str:
     with unpacked(module) as plain:
         found = re.search(rb"standin-p2p-policy=[\w-]+", plain.read_bytes())
     return f"{found[0].decode()}\n" if found else ""
-
-
-def _grub_environment(root: Path) -> dict[str, str]:
-    block = root / "boot/grub/grubenv"
-    lines = block.read_text().splitlines() if block.exists() else []
-    return dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
-
-
-def _started_by_grub(menu: str, once: str, saved: str) -> str:
-    """A second reader of what grub-mkconfig writes: simple, and independent of gpuguard's."""
-    stated = re.findall(r'^ +set default="(.*)"$', menu, re.MULTILINE)[-1]
-    default = once or stated.replace("${saved_entry}", saved) or "0"
-    entries: list[tuple[int, set[str], str]] = []  # depth, its names, release
-    positions = [-1, -1]
-    for line in menu.splitlines():
-        if head := re.match(r"(\t?)(menuentry|submenu) '([^']*)'.* '([^']*)' \{", line):
-            depth = len(head[1])
-            positions = [positions[0], positions[1] + 1] if depth else [positions[0] + 1, -1]
-            entries.append((depth, {head[3], head[4], str(positions[depth])}, ""))
-        elif kernel := re.match(r"\t+linux\s+\S*/vmlinuz-(\S+)", line):
-            entries[-1] = (*entries[-1][:2], kernel[1])
-    wanted = default.split(">")
-    start = next((i for i, e in enumerate(entries) if e[0] == 0 and wanted[0] in e[1]), 0)
-    below = entries[start + 1 :] if len(wanted) > 1 else []
-    found = next((e for e in below if e[0] == 1 and wanted[1] in e[1]), entries[start])
-    return found[2]
-
-
-def _remove_cgroups(name: str) -> None:
-    for hierarchy in ("", "unified", "systemd"):
-        top = Path("/sys/fs/cgroup", hierarchy, name)
-        for folder, _, _ in os.walk(top, topdown=False):
-            with suppress(OSError):
-                Path(folder).rmdir()
-
-
-@contextmanager
-def prepared(debian: Debian, folder: Path) -> Iterator[Machine]:
-    """A machine that runs its older kernel; gpuguard is there as pip installs it, and idle."""
-    base = get_base(debian)
-    with overlay(base.layers, folder) as root:
-        install_gpuguard(root, build_wheel(folder))
-        with machine(root, base, folder) as system:
-            system.boot(base.old)
-            yield system
