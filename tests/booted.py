@@ -26,6 +26,11 @@ from gpuguard.demo.loaded import loadable_modules, unpacked
 from tests.booted_roots import (
     PROGRAM,
     Base,
+    Debian,
+    build_wheel,
+    get_base,
+    install_gpuguard,
+    overlay,
     pretend_release,
 )
 from tests.cgroups import remove_cgroups
@@ -381,3 +386,14 @@ def _policy_in(module: Path) -> str:
     with unpacked(module) as plain:
         found = re.search(rb"standin-p2p-policy=[\w-]+", plain.read_bytes())
     return f"{found[0].decode()}\n" if found else ""
+
+
+@contextmanager
+def prepared(debian: Debian, folder: Path) -> Iterator[Machine]:
+    """A machine that runs its older kernel; gpuguard is there as pip installs it, and idle."""
+    base = get_base(debian)
+    with overlay(base.layers, folder) as root:
+        install_gpuguard(root, build_wheel(folder))
+        with machine(root, base, folder) as system:
+            system.boot(base.old)
+            yield system

@@ -13,14 +13,3 @@ def remove_cgroups(name: str) -> None:
         for folder, _, _ in os.walk(top, topdown=False):
             with suppress(OSError):
                 Path(folder).rmdir()
-
-
-@contextmanager
-def prepared(debian: Debian, folder: Path) -> Iterator[Machine]:
-    """A machine that runs its older kernel; gpuguard is there as pip installs it, and idle."""
-    base = get_base(debian)
-    with overlay(base.layers, folder) as root:
-        install_gpuguard(root, build_wheel(folder))
-        with machine(root, base, folder) as system:
-            system.boot(base.old)
-            yield system
