@@ -130,22 +130,22 @@ libnvidia-compute-580:i386:
   Candidate: 580.2
   Version table:
      580.3 1
-          1 http://archive.ubuntu.com/ubuntu noble-proposed/restricted i386 Packages
+          1 http://archive.example.org/ubuntu noble-proposed/restricted i386 Packages
      580.2 500 (phased 20%)
-        500 http://archive.ubuntu.com/ubuntu noble-updates/restricted i386 Packages
-        500 http://security.ubuntu.com/ubuntu noble-security/restricted i386 Packages
+        500 http://archive.example.org/ubuntu noble-updates/restricted i386 Packages
+        500 http://security.example.org/ubuntu noble-security/restricted i386 Packages
  *** 580.1 100
         100 /var/lib/dpkg/status
      570.1 500
-        500 http://security.ubuntu.com/ubuntu noble-security/restricted i386 Packages
+        500 http://security.example.org/ubuntu noble-security/restricted i386 Packages
 linux-image-amd64:
   Installed: (none)
   Candidate: 6.1.192-3
   Version table:
      6.1.192-3 500
-        500 http://deb.debian.org/debian-security bookworm-security/main amd64 Packages
+        500 http://archive.example.org/debian-security bookworm-security/main amd64 Packages
      6.1.176-1 -1
-         -1 http://deb.debian.org/debian buster/updates/main amd64 Packages
+         -1 http://archive.example.org/debian buster/updates/main amd64 Packages
         500 https://developer.example/repos/debian12/x86_64  Packages
 N: Unable to locate package nosuch
 """
