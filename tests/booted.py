@@ -63,8 +63,8 @@ BindReadOnlyPaths=/srv/lab/kernel/osrelease:/proc/sys/kernel/osrelease
 BindReadOnlyPaths=/srv/lab/kernel/driver:/proc/driver /srv/lab/kernel/module:/sys/module
 BindReadOnlyPaths=/srv/lab/kernel/pci:/sys/bus/pci/devices
 """
-# The gate is one of them: without nspawn's mount it would see the machine's boot, not this one.
-_DROP_IN_OF_GATE = """[Service]
+# Gate and daemon compare boots: without nspawn's mount they would see the machine's.
+_DROP_IN_OF_BOOT = """[Service]
 BindReadOnlyPaths=/run/lab-boot-id:/proc/sys/kernel/random/boot_id
 """
 # nspawn mounts a deleted file there, on which nothing else can be mounted.
@@ -354,9 +354,10 @@ def _furnish(root: Path) -> None:
         drop_in = unit.with_name(f"{prefix}.service.d") / "lab-kernel.conf"
         drop_in.parent.mkdir()
         drop_in.write_text(_DROP_IN)
-    gate = unit.with_name("gpuguard-verify.service.d") / "lab-boot.conf"
-    gate.parent.mkdir()
-    gate.write_text(_DROP_IN_OF_GATE)
+    for name in ("gpuguard", "gpuguard-verify"):
+        boot = unit.with_name(f"{name}.service.d") / "lab-boot.conf"
+        boot.parent.mkdir(exist_ok=True)
+        boot.write_text(_DROP_IN_OF_BOOT)
     for kind in ("postinst", "postrm"):
         _script(root / f"etc/kernel/{kind}.d/zzz-update-grub-in-container", _UPDATE_GRUB)
     _script(root / "srv/lab/nodes", _NODES)
