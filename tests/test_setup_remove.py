@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from gpuguard.core.setup import UNIT_DIR
 from gpuguard.state import SETUP_FILE
+from tests import toys
 from tests.box import K1, K2, Box
 from tests.setupbox import TIMER, actions, around, furnish, installed, removed, setup
 
@@ -65,6 +67,8 @@ def test_if_the_stock_modules_cannot_come_back_nothing_is_removed(host: Box) -> 
     installed(host)
     for backup in host.path("/var/lib/gpuguard/backups").glob("*.json"):
         backup.unlink()
+    for release in (K1, K2):  # nor are DKMS's own there any more
+        shutil.rmtree(host.tree(release) / "updates/dkms")
     before = around(host)
     answer = host.json("setup", "--remove", "--roll-back")
     assert answer.status == 2
@@ -203,3 +207,18 @@ def test_if_the_boot_menu_cannot_be_written_the_way_by_hand_is_named(host: Box) 
     notes = " ".join(removed(host)["notes"])
     assert f"rm {pin} && update-grub" in notes
     assert not host.path(SETUP_FILE).exists()
+
+
+def test_the_stock_modules_that_come_back_are_those_of_today(host: Box) -> None:
+    """DKMS has built newer ones since the first rebuild: a backup would be of an older driver."""
+    installed(host)
+    host.rebuilt()
+    toys.stock_modules(host.root, K2, seed="newer stock")
+    newer = host.dkms_copy(K2).read_bytes()
+    assert host.kernel(K2)["ready"] is True
+    answer = host.run("setup", "--remove", "--roll-back")
+    assert answer.status == 0, answer.err
+    winner = host.path(host.winner(K2))
+    assert "/updates/dkms/" in str(winner)
+    assert winner.read_bytes() == newer
+    assert not (host.tree(K2) / "updates/gpuguard").exists()

@@ -111,6 +111,28 @@ def rollback_actions(host: Host, kernel: KernelFacts, backup: Backup) -> tuple[A
     )
 
 
+def uncover_actions(host: Host, kernel: KernelFacts) -> tuple[Action, ...] | None:
+    """Take ours away, so that what the distribution has there *now* resolves.
+
+    A backup may hold the stock modules of an older driver. None: for a module there is not
+    exactly one other file, so that a backup is the only way back.
+    """
+    folder = host.path(our_folder(kernel.release))
+    expected = []
+    for module in kernel.modules:
+        if module.file is None:
+            continue
+        files = (module.file, *module.others)
+        theirs = [f for f in files if host.path(str(Path(f.path).parent)) != folder]
+        if len(theirs) != 1:
+            return None
+        digest = sha256_file(host.path(theirs[0].path))
+        expected.append(
+            ExpectedModule(name=module.name, build_id=theirs[0].build_id, sha256=digest)
+        )
+    return (*_place(host, kernel.release, {}), *_settle(kernel, [], tuple(expected)))
+
+
 def touched_paths(kernel: KernelFacts, stray: tuple[str, ...]) -> tuple[str, ...]:
     """Files beyond the resolved modules that a change of this kernel may replace."""
     initramfs = (kernel.initramfs.path,) if _has_initramfs(kernel) and kernel.initramfs.path else ()

@@ -17,7 +17,7 @@ from gpuguard.ledger import read_ledger
 from gpuguard.setup_record import read_setup
 from gpuguard.verbs import setup_remove as verb
 from gpuguard.verbs.inspect import configured, look
-from gpuguard.verbs.rollback import plan_rollback, roll_back
+from gpuguard.verbs.rollback import bring_stock_back
 from gpuguard.verbs.setup import Prepared
 from gpuguard.window import read_window
 
@@ -98,7 +98,7 @@ def _roll_back(context: Context) -> None:
     config = read_config(context.host, context.config_file)
     facts = look(context.host, config, with_p2p=False)
     for release in _patched(facts):
-        plan = plan_rollback(context.host, facts, release, None, stock=True)
-        roll_back(context.host, config, plan)
+        kernel = next(k for k in facts.kernels if k.release == release)
+        bring_stock_back(context.host, config, kernel)
         if not context.json:
             typer.echo(_about_modules(release, stock=True))

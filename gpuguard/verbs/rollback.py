@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from gpuguard.apply.actions import PutFile
+from gpuguard.apply.actions import Action, PutFile
 from gpuguard.apply.backups import Backup, get_backup, list_backups, prune, take
 from gpuguard.apply.initramfs import check_initramfs_possible
-from gpuguard.apply.install import initramfs_actions, rollback_actions, touched_paths
+from gpuguard.apply.install import (
+    initramfs_actions,
+    rollback_actions,
+    touched_paths,
+    uncover_actions,
+)
 from gpuguard.apply.lock import wait_for_package_tools
 from gpuguard.apply.room import check_room, check_writable
 from gpuguard.apply.transaction import apply
@@ -65,11 +70,36 @@ def roll_back(host: Host, config: Config | None, plan: RollbackPlan) -> str:
         RollbackError: a backed-up content is gone or damaged; nothing was changed.
         VerifyError: modprobe did not answer as planned; the host is as before.
     """
-    kernel = plan.kernel
+    check_writable(host, plan.kernel)
+    actions = rollback_actions(host, plan.kernel, plan.backup)  # verifies the contents first
+    return _carry_out(host, config, plan.kernel, actions, f"before rollback to {plan.backup.id}")
+
+
+def bring_stock_back(host: Host, config: Config | None, kernel: KernelFacts) -> str:
+    """The distribution's own modules as they are now; as ``roll_back`` otherwise.
+
+    Only where they are not there any more, a backup of them.
+
+    Raises:
+        UsageError: there is no such backup either. RollbackError, VerifyError: see ``roll_back``.
+    """
+    check_writable(host, kernel)
+    actions = uncover_actions(host, kernel)
+    if actions is None:
+        backup = _newest_that_differs(host, kernel, stock=True)
+        return roll_back(host, config, RollbackPlan(kernel=kernel, backup=backup))
+    return _carry_out(host, config, kernel, actions, "before the stock modules came back")
+
+
+def _carry_out(
+    host: Host,
+    config: Config | None,
+    kernel: KernelFacts,
+    actions: tuple[Action, ...],
+    reason: str,
+) -> str:
     timeout = config.lock_timeout_seconds if config is not None else 60.0
     os.umask(0o022)  # what depmod and initramfs tools write is for everyone to read
-    check_writable(host, kernel)
-    actions = rollback_actions(host, kernel, plan.backup)  # verifies the contents first
     wait_for_package_tools(host, timeout)
     if initramfs_actions(kernel) and kernel.initramfs.path is not None:
         check_initramfs_possible(kernel.release, kernel.initramfs.path, host)
@@ -78,7 +108,7 @@ def roll_back(host: Host, config: Config | None, plan: RollbackPlan) -> str:
     before = take(
         host,
         kernel,
-        reason=f"before rollback to {plan.backup.id}",
+        reason=reason,
         created=created,
         paths=touched_paths(kernel, ()),
     )
