@@ -53,5 +53,5 @@ def test_a_kill_at_any_operation_forgets_no_hold(
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["problems"] == []
-    assert result["operations"] > 15
+    assert result["operations"] > 12  # dpkg reads from memory, which is none
     assert {end for end, count in result["ends"].items() if count} == ends, result
