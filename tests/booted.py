@@ -119,7 +119,8 @@ class Machine:
         self._load(release)
         with self._console.open("ab") as console:
             self._nspawn = subprocess.Popen(
-                ["/bin/sh", "-c", _ON_ITS_OWN, self.name,
+                ["setpriv", "--pdeathsig=TERM",  # killed tests: nspawn powers the system off
+                 "/bin/sh", "-c", _ON_ITS_OWN, self.name,
                  "systemd-nspawn", "-q", "-D", str(self.root), "-b", "-M", self.name,
                  "--register=no", "--keep-unit", "--resolv-conf=off", "--console=pipe"],
                 stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True,

@@ -299,7 +299,8 @@ def boot(disk: Disk, serial: Path, *, snapshot: bool = False) -> Iterator[Guest]
     """
     port = _free_port()
     process = subprocess.Popen(
-        ["qemu-system-x86_64", "-accel", "tcg,thread=multi,tb-size=1024", "-machine", "q35",
+        ["setpriv", "--pdeathsig=KILL",  # also when the tests are killed
+         "qemu-system-x86_64", "-accel", "tcg,thread=multi,tb-size=1024", "-machine", "q35",
          "-cpu", "Nehalem", "-smp", "2", "-m", "2048", "-display", "none", "-serial",
          f"file:{serial}", "-no-reboot", "-drive",
          f"file={disk.image},if=virtio,format=raw,cache=unsafe", "-device", "virtio-rng-pci",
