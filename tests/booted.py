@@ -35,6 +35,7 @@ from tests.booted_roots import (
 )
 from tests.cgroups import remove_cgroups
 from tests.grub_menu import grub_environment, started_by_grub
+from tests.pretended_bus import add_cards
 from tests.realroot import chroot, mounted
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -345,7 +346,7 @@ def machine(root: Path, base: Base, folder: Path) -> Iterator[Machine]:
 
 
 def _furnish(root: Path) -> None:
-    _add_cards(root / _KERNEL / "pci", 4)
+    add_cards(root / _KERNEL / "pci", 4)
     unit = root / "etc/systemd/system/lab-kernel.service"
     unit.write_text(_UNIT)
     wants = unit.parent / "sysinit.target.wants"
@@ -367,15 +368,6 @@ def _furnish(root: Path) -> None:
         chroot(root, "dpkg-divert", "--local", "--rename", "--add", "/usr/sbin/grub-probe")
         _script(root / "usr/sbin/grub-probe", _GRUB_PROBE)
         chroot(root, "update-grub")
-
-
-def _add_cards(bus: Path, count: int) -> None:
-    for number in range(1, count + 1):
-        folder = bus / f"0000:{number:02x}:00.0"
-        folder.mkdir(parents=True)
-        for name, value in (("vendor", "0x10de"), ("device", "0x2b85"), ("class", "0x030000")):
-            (folder / name).write_text(f"{value}\n")
-        (folder / "driver").symlink_to("/sys/bus/pci/drivers/nvidia")
 
 
 def _script(file: Path, text: str) -> None:
