@@ -117,6 +117,7 @@ class Patch:
 class Engine:
     """What runs: a container image by digest, or a virtual environment.
 
+ProofKind = Literal["bytes", "grant"]
     ``user``: account of a venv engine. ``gpus``: ``none`` for an engine on the CPU.
     """
 
@@ -153,7 +154,8 @@ class Requires:
     """What the host must be able to do.
 
     ``required``: no start without a proof of this boot. ``preferred``: without one it starts with
-    P2P off. ``none``: P2P is off.
+    P2P off. ``none``: P2P is off. ``proof``: what counts as one. ``bytes``: moved over every pair
+    and through an all-reduce; ``grant``: the driver's word.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -165,7 +167,8 @@ class Requires:
 class Timeouts:
     """Seconds. ``first_start``: nothing is compiled yet. ``drain``: for requests under way.
 
-    ``no_progress``: how long the engine may say nothing after it has named NCCL.
+    ``no_progress``: how long the engine may say nothing after it has named NCCL. ``prove``: for
+    moving bytes over the cards before a start, all of it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -179,6 +182,7 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+    proof: ProofKind = "bytes"
 class Expect:
     """What the engine must report once it runs; None: not looked at."""
 
@@ -196,6 +200,7 @@ class Canary:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
+    prove: Seconds = 300.0
     prompt: Annotated[str, Field(min_length=1)]
     expect: Annotated[str, Field(min_length=1)]
     max_tokens: Annotated[int, Field(gt=0, le=4096)] = 32
@@ -306,6 +311,11 @@ def unit_of(name: str) -> str:
 def lane_document(lane: Lane) -> dict[str, Any]:
     """A lane as plain values."""
     document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(lane)))
+    @property
+    def wants_p2p(self) -> bool:
+        """It has cards, and data is to go directly between them."""
+        return self.engine.gpus == "all" and self.requires.p2p != "none"
+
     del document["kept_id"]
     return document
 
