@@ -37,6 +37,9 @@ def nvmlDeviceGetGraphicsRunningProcesses(h): return []
 """
 
 
+DRIVER = "580.95.05"
+
+
 class Fakes:
     """What a machine only seems to have: cards, a driver, a proof."""
 
@@ -66,7 +69,7 @@ class Fakes:
         done = self.command("mount", "--bind", "/srv/bus", "/sys/bus/pci/devices")
         assert done.returncode == 0, done.stderr
 
-    def pretend_driver(self, version: str) -> None:
+    def pretend_driver(self, version: str = DRIVER) -> None:
         """A driver that is loaded."""
         folder = self.path("/srv/driver/nvidia")
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +95,7 @@ class Fakes:
             "created": "2026-01-01T00:00:00Z",
             "verdict": "ok",
             "kernel": os.uname().release,
-            "driver": None,
+            "driver": DRIVER,
             "build_id": None,
             "identity": "patched",
             "cards": ["GPU-0", "GPU-1", "GPU-2", "GPU-3"],

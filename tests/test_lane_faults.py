@@ -77,6 +77,30 @@ def test_a_model_that_was_changed(served: LaneHost) -> None:
     assert refused(served, "b") == ["lane-model-mismatch"]
 
 
+def test_an_engine_whose_account_cannot_read_the_model(served: LaneHost) -> None:
+    served.lane("b", engine={"user": "nobody"})
+    assert served.json("lane", "switch", "b", "-n")["refusals"] == []
+    weights, folder = served.path("/srv/model/weights.safetensors"), served.path("/srv/model")
+    weights.chmod(0o640)
+    assert refused(served, "b") == ["lane-unreadable-for-engine"]
+    said = served.history()[-1]["reasons"][0]
+    assert "the account nobody cannot read /srv/model/weights.safetensors" in said
+    weights.chmod(0o644)
+    folder.chmod(0o700)
+    assert refused(served, "b") == ["lane-unreadable-for-engine"]
+    folder.chmod(0o755)
+    program = served.path("/opt/vllm/bin/vllm")
+    program.chmod(0o700)
+    assert refused(served, "b") == ["lane-unreadable-for-engine"]
+    assert "cannot run /opt/vllm/bin/vllm" in served.history()[-1]["reasons"][0]
+    program.chmod(0o755)
+
+
+def test_cards_are_wanted_and_no_driver_is_loaded(served: LaneHost) -> None:
+    served.lane("b", engine={"gpus": "all"})
+    assert "lane-driver-missing" in refused(served, "b")
+
+
 def test_a_port_that_somebody_else_has(served: LaneHost) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -238,7 +262,7 @@ def test_an_engine_that_does_not_stop_is_killed(served: LaneHost) -> None:
 def test_memory_that_does_not_come_back(lane_host: LaneHost) -> None:
     host = lane_host
     host.pretend_bus(1)
-    host.pretend_driver("580.95.05")
+    host.pretend_driver()
     host.pretend_cards(used=300 << 20)
     host.lane("a", engine={"gpus": "all"})
     host.lane("b", engine={"gpus": "all"})
@@ -257,6 +281,7 @@ def test_memory_that_does_not_come_back(lane_host: LaneHost) -> None:
 
 def test_without_nvml_that_is_said(lane_host: LaneHost) -> None:
     lane_host.pretend_bus(1)
+    lane_host.pretend_driver()
     lane_host.lane("a", engine={"gpus": "all"})
     done = lane_host.switch("a")
     assert done["outcome"] == "promoted"
@@ -265,7 +290,7 @@ def test_without_nvml_that_is_said(lane_host: LaneHost) -> None:
 
 def test_a_driver_that_waits_for_a_reboot(fresh: LaneHost) -> None:
     fresh.pretend_bus(1)
-    fresh.pretend_driver("580.95.05")
+    fresh.pretend_driver()
     fresh.path("/var/lib/dpkg").mkdir(parents=True)
     fresh.path("/var/lib/dpkg/status").write_text(
         "Package: libnvidia-ml1\nStatus: install ok installed\nArchitecture: amd64\n"
@@ -280,6 +305,7 @@ def test_a_driver_that_waits_for_a_reboot(fresh: LaneHost) -> None:
 
 def test_p2p_that_is_required_needs_a_proof_of_this_boot(fresh: LaneHost) -> None:
     fresh.pretend_bus(4)
+    fresh.pretend_driver()
     cards = {"engine": {"gpus": "all"}, "requires": {"p2p": "required"}}
     fresh.lane("b", **cards, env={"NCCL_DEBUG": "INFO"})
     assert refused(fresh, "b") == ["lane-p2p-unproven"]
@@ -294,6 +320,7 @@ def test_p2p_that_is_required_needs_a_proof_of_this_boot(fresh: LaneHost) -> Non
 
 def test_p2p_that_is_preferred_is_off_without_a_proof(fresh: LaneHost) -> None:
     fresh.pretend_bus(4)
+    fresh.pretend_driver()
     fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
     done = fresh.switch("b")
     assert done["outcome"] == "promoted"
@@ -303,6 +330,7 @@ def test_p2p_that_is_preferred_is_off_without_a_proof(fresh: LaneHost) -> None:
 
 
 def test_after_a_boot_the_policy_decides_anew(fresh: LaneHost) -> None:
+    fresh.pretend_driver()
     fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
     fresh.prove()
     assert fresh.switch("b")["outcome"] == "promoted"
@@ -315,6 +343,7 @@ def test_after_a_boot_the_policy_decides_anew(fresh: LaneHost) -> None:
 
 
 def test_after_a_boot_without_a_proof_a_lane_that_requires_it_stays_down(fresh: LaneHost) -> None:
+    fresh.pretend_driver()
     fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "required"})
     fresh.prove()
     assert fresh.switch("b")["outcome"] == "promoted"
@@ -328,6 +357,7 @@ def test_after_a_boot_without_a_proof_a_lane_that_requires_it_stays_down(fresh: 
 
 
 def test_the_p2p_cache_of_another_driver_is_moved_aside(fresh: LaneHost) -> None:
+    fresh.pretend_driver()
     fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
     fresh.prove()
     assert fresh.switch("b")["outcome"] == "promoted"

@@ -31,6 +31,7 @@ def make_lane(**changes: Any) -> Lane:
         },
         "env": {"NCCL_P2P_LEVEL": "SYS", "VLLM_ENGINE_READY_TIMEOUT_S": 1800},
         "requires": {"p2p": "required"},
+        "gate": {"canary": [{"prompt": "1 + 1 =", "expect": "2"}]},
     }
     for key, value in changes.items():
         known = base.get(key)
@@ -63,6 +64,21 @@ KNOWN = Surroundings(
         ({"args": {"tensor-parallel-size": 8}}, {}, "lane-too-few-cards", "error"),
         ({}, {"cards": None}, "lane-cards-unknown", "warning"),
         ({"args": {"kv-cache-dtipe": "fp8"}}, {}, "lane-flag-unknown", "warning"),
+        # vLLM's parser takes beginnings of flags
+        ({"args": {"load-form": "dummy"}}, {}, "lane-flag-short", "error"),
+        ({"args": {"api-k": "x"}}, {}, "lane-flag-short", "error"),
+        ({"args": {"hos": "0.0.0.0"}}, {}, "lane-flag-short", "error"),
+        ({"args": {"load_format": " DUMMY "}}, {}, "lane-dummy-weights", "error"),
+        ({"args": {"config": "/etc/more.yaml"}}, {}, "lane-argument-reserved", "error"),
+        ({"args": {"pipeline-parallel-size": 2}}, {}, "lane-too-few-cards", "error"),
+        ({"args": {"data-parallel-size": 2}}, {}, "lane-too-few-cards", "error"),
+        ({"gate": {"canary": []}}, {}, "lane-no-canary", "warning"),
+        (
+            {"args": {"max-model-len": "32K"}, "expect": {"kv_tokens": 32767}},
+            {},
+            "lane-model-len",
+            "error",
+        ),
         ({"args": {"port": 9}}, {}, "lane-argument-reserved", "error"),
         ({"args": {"api-key": "x"}}, {}, "lane-secret", "error"),
         (
@@ -121,6 +137,15 @@ def test_what_the_linter_finds(
     found = lint(make_lane(**changes), replace(KNOWN, **known))
     assert [(p.code, p.severity) for p in found] == [(code, severity)]
     assert all(p.message and p.remedy for p in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [("32k", 32000), ("32K", 32768), ("1.5k", 1500), ("2m", 2000000), (4096, 4096),
+     ("4096", 4096), ("auto", None), (None, None)],
+)  # fmt: skip
+def test_a_length_as_vllm_reads_it(given: str | int | None, tokens: int | None) -> None:
+    assert make_lane(args={"max-model-len": given}).max_model_len == tokens
 
 
 def test_a_good_lane_has_no_problems() -> None:

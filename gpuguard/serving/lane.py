@@ -26,6 +26,7 @@ _DIGITS = 12
 DEFAULT_PORT = 18001
 #: What the program itself passes: an own value would go round the front, or to another model.
 RESERVED_ARGS = (
+    "config",  # a file of more flags, which nobody would have looked at
     "host",
     "port",
     "model",
@@ -38,17 +39,31 @@ RESERVED_ARGS = (
 #: The policy about P2P, and a cache of each lane's own: an own value would win over gpuguard's.
 POLICY_VARIABLE = "NCCL_P2P_DISABLE"
 RESERVED_ENV = (POLICY_VARIABLE, "VLLM_CACHE_ROOT")
+#: Each multiplies the cards that the engine takes.
+_PARALLEL = (
+    "tensor-parallel-size",
+    "pipeline-parallel-size",
+    "prefill-context-parallel-size",
+    "data-parallel-size",
+)
 #: Whole numbers from 1 on; vLLM's other forms of a length ("auto", "32k") are told apart.
-_COUNTS = ("tensor-parallel-size", "block-size", "max-num-seqs")
+_COUNTS = (*_PARALLEL, "block-size", "max-num-seqs")
 _LENGTH = "max-model-len"
-_LENGTHS = re.compile(r"auto|[0-9]{1,9}(?:\.[0-9]{1,6})?[kKmMgG]")
+#: vLLM's human_readable_int: 25.6k is 25,600 and 32K is 32,768, which takes no fraction.
+_LENGTHS = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,6}(?=[kmg]))?)(?P<unit>[kKmMgG])")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+#: Specifiers, variables, quotes, and the colon that parts the sides of a container's mount: each of
+#: the files that are made from a lane would read them its own way.
+_NO_PATH = re.compile(r"""[\s:%$"'\\\x00-\x1f]""")
 
 ArgValue = str | int | float | bool | list[str | int | float] | dict[str, Any]
 
 
 def _absolute(path: str) -> str:
-    if not path.startswith("/") or "\n" in path:
+    if not path.startswith("/"):
         raise ValueError("must be an absolute path")
+    if (wrong := _NO_PATH.search(path)) is not None:
+        raise ValueError(f"must not have {wrong[0]!r} in it: unit files read it otherwise")
     return path.rstrip("/") or "/"
 
 
@@ -82,7 +97,12 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
 
 
 def _flags(args: dict[str, ArgValue]) -> dict[str, ArgValue]:
-    named = {key.replace("_", "-").removeprefix("--"): value for key, value in args.items()}
+    named: dict[str, ArgValue] = {}
+    for key, value in args.items():
+        flag = key.replace("_", "-").removeprefix("--")
+        if flag in named:
+            raise ValueError(f"{flag} is given twice")
+        named[flag] = value
     for key, value in named.items():
         if not _FLAG.fullmatch(key):
             raise ValueError(f"{key!r} is no flag")
@@ -97,6 +117,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Text = Annotated[str, Field(min_length=3)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 P2p = Literal["required", "preferred", "none"]
+ProofKind = Literal["bytes", "grant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +138,6 @@ class Patch:
 class Engine:
     """What runs: a container image by digest, or a virtual environment.
 
-ProofKind = Literal["bytes", "grant"]
     ``user``: account of a venv engine. ``gpus``: ``none`` for an engine on the CPU.
     """
 
@@ -161,6 +181,7 @@ class Requires:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     p2p: Annotated[P2p, BeforeValidator(_p2p)] = "none"
+    proof: ProofKind = "bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,10 +200,10 @@ class Timeouts:
     drain: Annotated[float, Field(ge=0, le=86400)] = 300.0
     no_progress: Seconds = 180.0
     memory: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    prove: Seconds = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-    proof: ProofKind = "bytes"
 class Expect:
     """What the engine must report once it runs; None: not looked at."""
 
@@ -200,7 +221,6 @@ class Canary:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
-    prove: Seconds = 300.0
     prompt: Annotated[str, Field(min_length=1)]
     expect: Annotated[str, Field(min_length=1)]
     max_tokens: Annotated[int, Field(gt=0, le=4096)] = 32
@@ -279,10 +299,22 @@ class Lane:
         return max(1, int(self.number("tensor-parallel-size") or 1))
 
     @property
+    def cards_needed(self) -> int:
+        """Cards that all of it is spread over."""
+        return math.prod(max(1, int(self.number(flag) or 1)) for flag in _PARALLEL)
+
+    @property
     def max_model_len(self) -> int | None:
         """Tokens of the longest request; None: the engine decides."""
-        value = self.number("max-model-len")
+        if match := _LENGTHS.fullmatch(str(self.args.get(_LENGTH))):
+            return int(float(match["number"]) * _UNITS[match["unit"]])
+        value = self.number(_LENGTH)
         return None if value is None else int(value)
+
+    @property
+    def wants_p2p(self) -> bool:
+        """It has cards, and data is to go directly between them."""
+        return self.engine.gpus == "all" and self.requires.p2p != "none"
 
     def start_seconds(self, *, first: bool) -> float:
         """How long a start may take; the first one of a lane compiles."""
@@ -294,9 +326,9 @@ def wrong_numbers(lane: Lane) -> Iterator[tuple[str, str]]:
     for flag in (*_COUNTS, _LENGTH, "shutdown-timeout"):
         value = lane.args.get(flag)
         least = 0 if flag == "shutdown-timeout" else 1
-        if value is None or (flag == _LENGTH and _LENGTHS.fullmatch(str(value))):
-            continue
         text = str(value)
+        if value is None or (flag == _LENGTH and (text == "auto" or _LENGTHS.fullmatch(text))):
+            continue
         if isinstance(value, bool) or not text.isdecimal() or int(text[:18]) < least:
             yield flag, f"must be a whole number from {least} on, not {text[:40]}"
         elif len(text) > _DIGITS:
@@ -311,11 +343,6 @@ def unit_of(name: str) -> str:
 def lane_document(lane: Lane) -> dict[str, Any]:
     """A lane as plain values."""
     document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(lane)))
-    @property
-    def wants_p2p(self) -> bool:
-        """It has cards, and data is to go directly between them."""
-        return self.engine.gpus == "all" and self.requires.p2p != "none"
-
     del document["kept_id"]
     return document
 

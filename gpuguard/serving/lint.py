@@ -22,6 +22,7 @@ _ALL_REDUCE_CARDS = 2  # more PCIe cards than that, and vLLM turns its own all-r
 _SECRET_ARGS = frozenset({"api-key", "hf-token"})
 _SECRET_ENV = re.compile(r"_(?:KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 _TRUE = ("1", "true", "True")
+_DUMMY = "dummy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def _engine(lane: Lane) -> Iterator[Problem]:
 
 
 def _arguments(lane: Lane, known: Surroundings) -> Iterator[Problem]:
-    if lane.args.get("load-format") == "dummy":
+    if str(lane.args.get("load-format")).strip().lower() == _DUMMY:
         yield _error(
             "lane-dummy-weights",
             "load-format: dummy serves random weights; a test with them tests nothing",
@@ -118,13 +119,30 @@ def _arguments(lane: Lane, known: Surroundings) -> Iterator[Problem]:
             "let the proxy in front ask for the key",
         )
     for flag in lane.args:
-        plain = flag.removeprefix("no-").split(".")[0]
-        if known.flags and not {flag, plain} & known.flags and flag not in RESERVED_ARGS:
-            yield _warning(
-                "lane-flag-unknown",
-                f"args.{flag} is not known to this gpuguard",
-                "check its spelling against vllm serve --help=all of the lane's own engine",
-            )
+        if known.flags and flag not in RESERVED_ARGS:
+            yield from _unknown(flag, known.flags)
+
+
+def _unknown(flag: str, flags: frozenset[str]) -> Iterator[Problem]:
+    plain = flag.removeprefix("no-").split(".")[0]
+    if {flag, plain} & flags:
+        return
+    # vLLM takes every beginning that is of one flag alone: load-form is load-format
+    meant = sorted(
+        one for one in flags | set(RESERVED_ARGS) | _SECRET_ARGS if one.startswith(plain)
+    )
+    if meant:
+        yield _error(
+            "lane-flag-short",
+            f"args.{flag} may be short for {' or '.join(meant[:3])}: nothing would check its value",
+            "write the flag out",
+        )
+        return
+    yield _warning(
+        "lane-flag-unknown",
+        f"args.{flag} is not known to this gpuguard",
+        "check its spelling against vllm serve --help=all of the lane's own engine",
+    )
 
 
 def _variables(lane: Lane) -> Iterator[Problem]:
@@ -190,7 +208,7 @@ def _timeouts(lane: Lane) -> Iterator[Problem]:
 
 
 def _cards(lane: Lane, known: Surroundings) -> Iterator[Problem]:
-    parallel = lane.tensor_parallel
+    parallel, needed = lane.tensor_parallel, lane.cards_needed
     if lane.engine.gpus == "none":
         return
     if known.cards is None:
@@ -199,10 +217,13 @@ def _cards(lane: Lane, known: Surroundings) -> Iterator[Problem]:
             "how many cards there are could not be found out",
             "run: gpuguard verify",
         )
-    elif parallel > known.cards:
+    elif needed > known.cards:
+        which = f"tensor-parallel-size is {parallel}"
+        if needed != parallel:
+            which += f", with the other parallel sizes {needed} cards are needed"
         yield _error(
             "lane-too-few-cards",
-            f"tensor-parallel-size is {parallel}, and there are {known.cards} cards",
+            f"{which}, and there are {known.cards} cards",
             "gpuguard doctor tells why a card is missing; else lower tensor-parallel-size",
         )
     if parallel == _ALL_REDUCE_CARDS and not _has_no_all_reduce(lane):
@@ -294,6 +315,12 @@ def _others(lane: Lane, known: Surroundings) -> Iterator[Problem]:
             "lane-model-unpinned",
             "model.manifest_sha256 is not set: a changed model would not be noticed",
             f"gpuguard lane manifest {lane.model.path}",
+        )
+    if not lane.gate.canary:
+        yield _warning(
+            "lane-no-canary",
+            "gate.canary is empty: the gate shows that the lane answers, not that it is right",
+            'gate: {canary: [{prompt: "The capital of France is", expect: Paris}]}',
         )
     for name in lane.fallback:
         if name == lane.name or (known.lanes is not None and name not in known.lanes):

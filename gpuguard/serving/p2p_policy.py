@@ -53,10 +53,10 @@ def proof_problem(
     changed = list(_changes(proof, running, driver))
     if changed:
         return f"what the gate saw at {proof.created} is about another {' and '.join(changed)}"
-    if len(proof.cards) < lane.tensor_parallel:
+    if len(proof.cards) < lane.cards_needed:
         return (
             f"P2P was granted between {len(proof.cards)} cards, "
-            f"the lane spreads over {lane.tensor_parallel}"
+            f"the lane spreads over {lane.cards_needed}"
         )
     return None
 

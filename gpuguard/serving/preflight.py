@@ -33,6 +33,7 @@ class PreflightFacts:
     driver: DriverFacts
     engine: str | None = None
     model: str | None = None
+    access: str | None = None
     disk: str | None = None
     strangers: str | None = None
     port_holder: str | None = None
@@ -56,6 +57,13 @@ def _refusals(facts: PreflightFacts) -> Iterator[Refusal]:
             facts.model,
             "put the right files back, or pin what is there: "
             f"gpuguard lane manifest {lane.model.path}",
+        )
+    if facts.access is not None:
+        yield Refusal(
+            "lane-unreadable-for-engine",
+            facts.access,
+            f"let the account {lane.engine.user} read and enter it, and the folders above it: "
+            f"namei -l {lane.model.path} shows who may",
         )
     if facts.p2p.refusal is not None:
         yield Refusal(
@@ -98,6 +106,12 @@ def _mismatch(lane: Lane, driver: DriverFacts) -> Iterator[Refusal]:
         return
     if driver.problem is not None:
         yield Refusal("lane-driver-unknown", driver.problem, "run as root: gpuguard status")
+    elif driver.loaded is None:
+        yield Refusal(
+            "lane-driver-missing",
+            "no NVIDIA driver is loaded, and the lane wants cards (engine.gpus is all)",
+            "gpuguard doctor tells why; engine: {gpus: none} is for an engine on the CPU",
+        )
     elif driver.loaded and driver.userland and driver.loaded != driver.userland:
         yield Refusal(
             "lane-reboot-pending",

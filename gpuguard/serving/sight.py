@@ -23,6 +23,7 @@ from gpuguard.probes.driver import probe_driver
 from gpuguard.probes.kernels import probe_running
 from gpuguard.probes.p2p import probe_pci_gpus
 from gpuguard.proof import Proof, read_proof
+from gpuguard.serving.access import access_problem
 from gpuguard.serving.alignment import ModelShape, parse_shape
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.lane_file import lane_names
@@ -137,6 +138,7 @@ def look_before(
         driver=driver,
         engine=engine_problem(host, lane),
         model=model_problem(host, lane, progress),
+        access=access_problem(host, lane),
         disk=disk_problem(host),
         port_holder=None if lane.port in own_ports else port_problem(lane.port),
         front=front,
