@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lanekit import LaneHost, settle, wait_for
+from tests.lanekit import LaneHost, Running, settle, wait_for
 
 pytestmark = pytest.mark.slow
 #: More renames than a switch makes: how many there are is counted by going on until none is left.
@@ -129,3 +131,63 @@ def die(host: LaneHost, number: int) -> str | None:
     back_to_a(host)
     host.run("lane", "switch", "b", die_at=number)
     return recorded_step(host)
+
+
+# --- who waits beside a switch: gpuguard-lane-resume.service
+
+
+WAIT = ("lane", "resume", "--wait", "--only-interrupted")
+
+
+def waits(running: Running) -> bool:
+    """The kernel lists those who wait for a lock with an arrow."""
+    words = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return any(line[1] == "->" and str(running.pid) in line for line in words)
+
+
+def slow_switch(host: LaneHost) -> Running:
+    """A switch that stays in its step ready for a while."""
+    host.lane("slow", env={"STUB_START_SECONDS": "3"})
+    switch = host.start("lane", "switch", "slow")
+    wait_for(lambda: recorded_step(host) == "ready", "the step")
+    return switch
+
+
+def test_who_waits_goes_on_when_the_switch_is_killed(two: LaneHost) -> None:
+    switch = slow_switch(two)
+    resume = two.start(*WAIT)
+    wait_for(lambda: waits(resume), "somebody who waits")
+    assert two.run("lane", "resume").status == 75
+    switch.kill()
+    switch.wait()
+    said = resume.wait()
+    assert said.status == 0, said.err
+    assert check_settled(two, "ready", "slow")["outcome"] == "promoted"
+
+
+def test_who_waits_leaves_a_switch_alone_that_comes_to_its_end(two: LaneHost) -> None:
+    switch = slow_switch(two)
+    resume = two.start(*WAIT)
+    wait_for(lambda: waits(resume), "somebody who waits")
+    assert switch.wait().status == 0
+    said = resume.wait()
+    assert (said.status, "nothing to do" in said.out) == (0, True), said.err
+    assert two.serving() == two.lane_id("slow")
+
+
+def test_who_waits_can_be_ended(two: LaneHost) -> None:
+    switch = slow_switch(two)
+    resume = two.start(*WAIT)
+    wait_for(lambda: waits(resume), "somebody who waits")
+    resume.kill(signal.SIGTERM)
+    assert resume.wait().status == 128 + signal.SIGTERM
+    assert switch.wait().status == 0
+    assert two.serving() == two.lane_id("slow")
+
+
+def test_without_an_interrupted_switch_a_drained_front_stays_so(two: LaneHost) -> None:
+    assert two.run("lane", "drain").status == 0
+    assert two.json(*WAIT)["active"] == two.lane_id("a")
+    assert two.front() == 503
+    assert two.run("lane", "resume", "--wait").status == 0
+    wait_for(lambda: two.front() == 200, "the front")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpuguard.serving.front_setup import OUR_UNITS
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.lane_file import parse_lane
 from gpuguard.serving.render import RenderedFile, command, inner_command, render, unit_word
@@ -70,12 +71,14 @@ def test_systemd_finds_nothing_wrong_with_the_units(backend: str, tmp_path: Path
     analyze(tmp_path, Path(unit.path).name, text)
 
 
-@pytest.mark.parametrize("name", ["gpuguard-front.service", "gpuguard-lane.service"])
+@pytest.mark.parametrize("name", OUR_UNITS)
 def test_systemd_finds_nothing_wrong_with_the_units_around(name: str, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: apt-get install systemd")
-    text = FILES.joinpath(name).read_text().replace("@PROGRAM@", "/bin/true")
-    analyze(tmp_path, name, text.replace("/usr/sbin/haproxy", "/bin/true"))
+    for unit in OUR_UNITS:  # the path names its service
+        text = FILES.joinpath(unit).read_text().replace("@PROGRAM@", "/bin/true")
+        (tmp_path / unit).write_text(text.replace("/usr/sbin/haproxy", "/bin/true"))
+    analyze(tmp_path, name, (tmp_path / name).read_text())
 
 
 def analyze(folder: Path, name: str, text: str) -> None:

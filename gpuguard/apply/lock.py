@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import random
@@ -13,15 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gpuguard.errors import LockHeldError, PrivilegeError, StateError
+from gpuguard.errors import LockHeldError
 from gpuguard.host import Host
-from gpuguard.host.files import make_dirs
+from gpuguard.host.flock import is_locked, open_lock, try_lock
 from gpuguard.state import LOCK_FILE
 
 _DPKG_LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock")
 _POLL_SECONDS = 0.2
 _LONGEST_POLL_SECONDS = 3.0
-_OURS_ALONE = 0o600
 _SHELLS = frozenset({"bash", "dash", "sh"})
 _ONLY_LOOKS = frozenset({"status", "--version", "-V", "--help", "-h"})
 
@@ -35,24 +33,9 @@ def exclusive(host: Host, timeout: float) -> Iterator[None]:
         PrivilegeError: the lock file is not ours to make.
         StateError: the lock file cannot be made.
     """
-    path = host.path(LOCK_FILE)
+    descriptor = open_lock(host, LOCK_FILE)
     try:
-        make_dirs(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OURS_ALONE)
-    except PermissionError as error:
-        raise PrivilegeError(
-            f"cannot open {path}: {error.strerror}", hint="run gpuguard with sudo"
-        ) from error
-    except OSError as error:
-        raise StateError(
-            f"cannot open {path}: {error.strerror}",
-            code="state-unwritable",
-            hint="see that the disk is writable and not full",
-        ) from error
-    try:
-        with suppress(OSError):  # whoever may open it may lock it, and keep us waiting
-            os.fchmod(descriptor, _OURS_ALONE)
-        _wait_until(lambda: _flock(descriptor), timeout, "another gpuguard is at work")
+        _wait_until(lambda: try_lock(descriptor), timeout, "another gpuguard is at work")
         yield
     finally:
         os.close(descriptor)  # releases the lock, also after a crash
@@ -60,34 +43,7 @@ def exclusive(host: Host, timeout: float) -> Iterator[None]:
 
 def is_held(host: Host) -> bool:
     """True if a gpuguard is at work on this root; only looks, needs no rights."""
-    try:
-        descriptor = os.open(host.path(LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC)
-    except PermissionError:
-        return _is_listed(host.path(LOCK_FILE))
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _is_listed(path: Path) -> bool:
-    # For those who may not open it, the kernel's list: "1: FLOCK ADVISORY WRITE PID fe:00:INODE …"
-    with suppress(OSError):
-        wanted = path.stat()
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if words[1] != "FLOCK" or words[5].rpartition(":")[2] != str(wanted.st_ino):
-                continue
-            # device numbers differ there on some file systems: who holds it tells instead
-            with suppress(OSError):
-                if Path("/proc", words[4]).stat().st_uid == wanted.st_uid:
-                    return True
-    return False
+    return bool(is_locked(host, LOCK_FILE))
 
 
 def wait_for_package_tools(host: Host, timeout: float) -> None:
@@ -156,16 +112,6 @@ def _wait_until(is_done: Callable[[], bool], timeout: float, who: str | Callable
         # apt may work for minutes; and those who wait together should not look together
         time.sleep(min(random.uniform(0.5, 1.0) * pause, max(0.0, deadline - time.monotonic())))  # noqa: S311
         pause = min(pause * 1.3, _LONGEST_POLL_SECONDS)
-
-
-def _flock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
 
 
 def _is_posix_locked(path: Path) -> bool:

@@ -30,7 +30,7 @@ from gpuguard.serving.lane_file import InvalidLaneError, lane_names, read_lane, 
 from gpuguard.serving.lint import errors_of
 from gpuguard.serving.sight import check_lane
 from gpuguard.serving.status import lane_rows, look_at_lanes
-from gpuguard.serving.store import read_history
+from gpuguard.serving.store import read_active, read_history
 
 app = typer.Typer(
     name="lane",
@@ -186,18 +186,31 @@ def _go(context: Context, chosen: Chosen, *, dry_run: bool) -> None:
 
 
 @app.command()
-def resume(ctx: typer.Context) -> None:
+def resume(
+    ctx: typer.Context,
+    *,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the end of a switch that is under way.")
+    ] = False,
+    only_interrupted: Annotated[
+        bool, typer.Option("--only-interrupted", help="Do nothing where no switch was interrupted.")
+    ] = False,
+) -> None:
     """Bring an interrupted switch to its end, and start the active lane if it does not run.
 
-    This is what gpuguard-lane.service does after a boot. Exit status as of switch; 69 also when
-    the front cannot be told to send traffic to the lane.
+    gpuguard-lane.service does so after a boot, gpuguard-lane-resume.service when the process that
+    switches has died. Exit status as of switch; 69 also when the front cannot be told to send
+    traffic to the lane.
     """
     context: Context = ctx.obj
     require_live(context)
     require_root(context)
     status = 0
-    with changing_lanes(context) as lanes:
+    with changing_lanes(context, wait=wait) as lanes:
         done = lanes.finish_interrupted()
+        if done is None and only_interrupted:
+            _say_nothing_interrupted(context)
+            return
         if done is not None:
             status = say_result(context, *done)
         lane = lanes.start_active()
@@ -213,6 +226,14 @@ def resume(ctx: typer.Context) -> None:
             hint="see to the front, then run gpuguard lane resume again",
         )
     raise typer.Exit(status)
+
+
+def _say_nothing_interrupted(context: Context) -> None:
+    active = read_active(context.host).lane_id
+    if context.json:
+        context.print_json({"schema": 1, "active": active, "front_problem": None})
+    else:
+        typer.echo("no switch was interrupted; nothing to do")
 
 
 @app.command()

@@ -182,9 +182,8 @@ def _say_setup(context: Context, paths: tuple[str, ...], *, remove: bool, dry_ru
     if not paths:
         typer.echo("nothing to do")
     elif not dry_run:
-        units = " ".join(front_setup.OUR_UNITS)
         typer.echo("now run: systemctl daemon-reload")
         if not remove:
-            typer.echo(f"and: systemctl start {units}")
+            typer.echo(f"and: systemctl start {' '.join(front_setup.TO_START)}")
         else:
-            typer.echo(f"and: systemctl stop {units}")
+            typer.echo(f"and: systemctl stop {' '.join(front_setup.OUR_UNITS)}")

@@ -95,14 +95,14 @@ def intended(context: Context, chosen: Chosen) -> Intent:
 
 
 @contextmanager
-def changing_lanes(context: Context) -> Iterator[Lanes]:
-    """Hold the lock of the lanes.
+def changing_lanes(context: Context, *, wait: bool = False) -> Iterator[Lanes]:
+    """Hold the lock of the lanes; ``wait`` for the end of a switch that is under way.
 
     Raises:
-        LockHeldError: another switch is under way.
+        LockHeldError: another switch is under way, and it was not to be waited for.
     """
     lanes = lanes_of(context)
-    with exclusive(context.host):
+    with exclusive(context.host, wait=wait):
         context.output.has_acted = True
         yield lanes
 

@@ -1,4 +1,4 @@
-"""Install what stands before and behind the lanes: the proxy's unit, and the start at boot."""
+"""Install what stands around the lanes: the proxy's unit, and who starts and mends them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,17 @@ from gpuguard.serving.render import UNITS
 from gpuguard.state import FRONT_FILE, LANES_DIR
 
 BOOT_UNIT = "gpuguard-lane.service"
-OUR_UNITS = (UNIT, BOOT_UNIT)
-_WANTS = f"{UNITS}/multi-user.target.wants"
+RESUME_UNIT = "gpuguard-lane-resume.service"
+RESUME_PATH = "gpuguard-lane-resume.path"
+OUR_UNITS = (UNIT, BOOT_UNIT, RESUME_PATH, RESUME_UNIT)
+#: Started at boot, and by whom. The path starts its service.
+_WANTED_BY = {
+    UNIT: "multi-user.target",
+    BOOT_UNIT: "multi-user.target",
+    RESUME_PATH: "paths.target",
+}
+TO_START = tuple(_WANTED_BY)
+_LINKS = {f"{UNITS}/{target}.wants/{name}": name for name, target in _WANTED_BY.items()}
 
 
 def wanted_files(host: Host, listen: str, retry_after: int, program: str) -> dict[str, str]:
@@ -33,13 +42,12 @@ def wanted_files(host: Host, listen: str, retry_after: int, program: str) -> dic
 def differing(host: Host, files: dict[str, str]) -> tuple[str, ...]:
     """Paths that have to be written, and links that have to be made."""
     changed = [path for path, text in files.items() if read_text(host, path) != text]
-    links = [f"{_WANTS}/{name}" for name in OUR_UNITS]
-    changed += [link for link in links if not host.path(link, follow=False).is_symlink()]
+    changed += [link for link in _LINKS if not host.path(link, follow=False).is_symlink()]
     return tuple(changed)
 
 
 def install(host: Host, files: dict[str, str], changed: tuple[str, ...]) -> None:
-    """Write them, and have both started at boot.
+    """Write them, and have them started at boot.
 
     Raises:
         OSError: one cannot be written.
@@ -50,15 +58,15 @@ def install(host: Host, files: dict[str, str], changed: tuple[str, ...]) -> None
             host.replace_file(path, files[path].encode())
         else:
             link = host.path(path, follow=False)
-            host.make_dir(_WANTS)
+            host.make_dir(path.rpartition("/")[0])
             link.unlink(missing_ok=True)
-            link.symlink_to(f"../{path.rpartition('/')[2]}")
+            link.symlink_to(f"../{_LINKS[path]}")
 
 
 def removable(host: Host) -> tuple[str, ...]:
     """What of it is there."""
     paths = [
-        *(f"{_WANTS}/{name}" for name in OUR_UNITS),
+        *_LINKS,
         *(f"{UNITS}/{name}" for name in OUR_UNITS),
         FRONT_FILE,
     ]

@@ -8,7 +8,6 @@ same gpuguard. What was never promoted is nothing to go back to, however new it 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import time
@@ -17,9 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpuguard.errors import LockHeldError, PrivilegeError, StateError
+from gpuguard.errors import LockHeldError, StateError
 from gpuguard.host import Host
 from gpuguard.host.files import fsync_dir, make_dirs
+from gpuguard.host.flock import is_locked, open_lock, try_lock, wait_for_lock
 from gpuguard.host.reading import list_dir, read_bytes
 from gpuguard.serving.lane import Lane, lane_document
 from gpuguard.serving.lane_file import kept_lane
@@ -80,29 +80,23 @@ class Active:
 
 
 @contextmanager
-def exclusive(host: Host) -> Iterator[None]:
-    """Hold the lock of the lanes: one switch at a time, and no second one waits for it.
+def exclusive(host: Host, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of the lanes: one switch at a time.
+
+    Args:
+        host: where.
+        wait: for the end of a switch that is under way, however long it takes.
 
     Raises:
-        LockHeldError: a switch is under way.
+        LockHeldError: a switch is under way, and it was not to be waited for.
         PrivilegeError, StateError: the lock file cannot be opened.
     """
-    path = host.path(_LOCK_FILE)
+    descriptor = open_lock(host, _LOCK_FILE)
     try:
-        make_dirs(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except PermissionError as error:
-        raise PrivilegeError(
-            f"cannot open {path}: {error.strerror}", hint="run gpuguard with sudo"
-        ) from error
-    except OSError as error:
-        raise StateError(
-            f"cannot open {path}: {error.strerror}",
-            code="state-unwritable",
-            hint="see that the disk is writable and not full",
-        ) from error
-    try:
-        _lock(descriptor)
+        if wait:
+            wait_for_lock(descriptor)
+        else:
+            _lock(descriptor)
         yield
     finally:
         os.close(descriptor)
@@ -110,36 +104,20 @@ def exclusive(host: Host) -> Iterator[None]:
 
 def _lock(descriptor: int) -> None:
     for attempt in range(_LOOKS):  # whoever only looks holds it for a moment, too
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if attempt + 1 < _LOOKS:
-                time.sleep(_LOOK_AGAIN)
-                continue
-            raise LockHeldError(
-                "another lane switch is under way",
-                code="lane-busy",
-                hint="gpuguard lane status shows how far it is",
-            ) from error
-        else:
+        if attempt:
+            time.sleep(_LOOK_AGAIN)
+        if try_lock(descriptor):
             return
+    raise LockHeldError(
+        "another lane switch is under way",
+        code="lane-busy",
+        hint="gpuguard lane status shows how far it is",
+    )
 
 
 def is_switching(host: Host) -> bool | None:
-    """True while a process holds the lock; None: we may not look."""
-    try:
-        descriptor = os.open(host.path(_LOCK_FILE), os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    """True while a process holds the lock; None: it cannot be told."""
+    return is_locked(host, _LOCK_FILE)
 
 
 def read_active(host: Host) -> Active:
