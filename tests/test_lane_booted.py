@@ -24,6 +24,8 @@ from tests.realroot import REPO, Lab, cache_dir, chroot, mounted
 
 pytestmark = pytest.mark.slow
 _FRONT = "127.0.0.1:8000"
+RECORD = "/var/lib/gpuguard/lanes/switch.json"
+RESUME = "gpuguard-lane-resume.service"
 _ASK = """
 import sys, urllib.error, urllib.request
 try:
@@ -53,7 +55,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         write_lane(machine, "b", **_CARDS)
         assert machine.gpuguard("lane", "setup").returncode == 0
         machine.systemctl("daemon-reload")
-        machine.systemctl("start", "gpuguard-front.service")
+        machine.systemctl("start", "gpuguard-front.service", "gpuguard-lane-resume.path")
         yield machine
 
 
@@ -189,7 +191,7 @@ def test_power_loss_in_the_middle_of_a_switch(system: Machine) -> None:
     write_lane(system, "slow", env={"STUB_START_SECONDS": "600"},
                timeouts={"first_start": 900, "stop": 10})  # fmt: skip
     run = system.start("/opt/gpuguard/bin/gpuguard", "lane", "switch", "slow")
-    record = system.path("/var/lib/gpuguard/lanes/switch.json")
+    record = system.path(RECORD)
     system.wait_for(lambda: record.exists() and '"ready"' in record.read_text(), 60, "the step")
     system.cut_power()
     run.kill()
@@ -200,6 +202,79 @@ def test_power_loss_in_the_middle_of_a_switch(system: Machine) -> None:
     entry = lane(system, "history")["switches"][-1]
     assert (entry["outcome"], entry["serving"]) == ("rolled-back", entry["from"]), entry["reasons"]
     assert not record.exists()
+
+
+def begin(system: Machine, name: str) -> None:
+    """A switch, until it waits for the lane; nobody waits for the switch."""
+    system.start("/opt/gpuguard/bin/gpuguard", "lane", "switch", name)
+    record = system.path(RECORD)
+    system.wait_for(lambda: record.exists() and '"ready"' in record.read_text(), 60, "the step")
+
+
+def kill_switch(system: Machine, name: str) -> None:
+    system.run("pkill", "-9", "-f", f"gpuguard lane switch {name}$")
+
+
+def settled(system: Machine) -> dict[str, Any]:
+    """The last entry of the history, once no switch is recorded and nobody is at work on one."""
+    system.wait_for(
+        lambda: not system.path(RECORD).exists()
+        and system.show(RESUME, "ActiveState") == "inactive", 120, "the end of the switch",
+    )  # fmt: skip
+    assert system.show("gpuguard-lane-resume.path", "SubState") == "waiting"
+    return dict(lane(system, "history")["switches"][-1])
+
+
+def test_a_switch_whose_process_is_killed_is_finished_by_itself(system: Machine) -> None:
+    quick = system.live_path(f"/etc/systemd/system/{RESUME}.d/quick.conf")
+    quick.parent.mkdir(exist_ok=True)
+    quick.write_text("[Service]\nRestartSec=2\n")
+    system.systemctl("daemon-reload")
+    write_lane(system, "late", env={"STUB_START_SECONDS": "8"})
+    begin(system, "late")
+    kill_switch(system, "late")
+    entry = settled(system)
+    assert (entry["outcome"], entry["serving"], front(system)) == ("promoted", entry["to"], 200)
+
+
+def test_killed_a_second_time_the_lane_before_serves_again(system: Machine) -> None:
+    begin(system, "slow")
+    kill_switch(system, "slow")
+    system.wait_for(
+        lambda: "waiting for slow" in system.journal("-u", RESUME), 60, "somebody who goes on"
+    )
+    system.systemctl("kill", "-s", "KILL", RESUME)
+    entry = settled(system)
+    assert (entry["outcome"], entry["serving"]) == ("rolled-back", entry["from"])
+    assert "interrupted again" in " ".join(entry["reasons"])
+    assert (is_active(system, "late"), is_active(system, "slow"), front(system)) == (
+        True, False, 200,
+    )  # fmt: skip
+
+
+def test_who_waits_for_a_switch_does_not_disturb_it(system: Machine) -> None:
+    begin(system, "slow")
+    system.wait_for(lambda: system.show(RESUME, "ActiveState") == "active", 60, "who waits")
+    waits = system.show(RESUME, "MainPID")
+    assert lane(system, "resume", "--only-interrupted")["error"]["code"] == "lane-busy"
+    system.systemctl("stop", RESUME)
+    assert system.show(RESUME, "MainPID") != waits
+    system.run("pkill", "-TERM", "-f", "gpuguard lane switch slow$")
+    entry = settled(system)
+    assert (entry["outcome"], front(system)) == ("rolled-back", 200)
+    assert "interrupted in ready" in " ".join(entry["reasons"])
+
+
+def test_a_record_that_cannot_be_read_ends_neither_path_nor_service(system: Machine) -> None:
+    before = int(system.show(RESUME, "NRestarts"))
+    system.live_path(RECORD).write_text("{")
+    system.wait_for(lambda: int(system.show(RESUME, "NRestarts")) > before + 2, 60, "tries")
+    assert "lane-state-unreadable" in system.journal("-u", RESUME)
+    assert system.show("gpuguard-lane-resume.path", "ActiveState") == "active"
+    assert front(system) == 200
+    system.live_path(RECORD).unlink()
+    settled(system)
+    assert lane(system, "switch", "b")["outcome"] == "promoted"
 
 
 def test_behind_a_shut_gate_it_stays_down_and_says_so(system: Machine) -> None:
