@@ -230,9 +230,9 @@ def webhook() -> Iterator[Webhook]:
 
 
 @contextmanager
-def http_server(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+def http_server(handler: type[http.server.BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
     """Its address."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

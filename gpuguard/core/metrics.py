@@ -21,11 +21,13 @@ class Probe(StrEnum):
     HOLDS = "holds"
     REBUILD = "rebuild"
     GATE = "gate"
+    LANES = "lanes"
     TRANSFER = "transfer"
     COLLECTIVE = "collective"
 
 
-#: Those of every observation; the others have series once ``verify --deep`` has run.
+#: Those of every observation; the others have series once ``verify --deep`` has run, or a lane was
+#: switched.
 REGULAR_PROBES = (
     Probe.KERNEL, Probe.DRIVER, Probe.TOPO, Probe.PCI, Probe.HOLDS, Probe.REBUILD, Probe.GATE,
 )  # fmt: skip
@@ -250,6 +252,55 @@ METRICS = (
     Metric(
         "gpuguard_gate_timestamp_seconds", "gauge", "When the gate looked last.", (),
         Probe.GATE, "absent if it has not run since this boot",
+    ),
+    # --- lanes: where a lane was ever switched
+    Metric(
+        "gpuguard_lane_info", "gauge", "The active lane; always 1.", ("lane", "lane_id"),
+        Probe.LANES, "absent where none is active",
+    ),
+    Metric(
+        "gpuguard_lane_active", "gauge", "Whether a lane is meant to serve.", (), Probe.LANES,
+        f"{_FLAG}; absent where none ever was",
+    ),
+    Metric(
+        "gpuguard_lane_ready", "gauge",
+        "Whether the engine that the front leads to answers /health.", (), Probe.LANES,
+        f"{_FLAG}; absent without a front",
+    ),
+    Metric(
+        "gpuguard_lane_p2p_wanted", "gauge", "Whether the active lane wants P2P.", (),
+        Probe.LANES, f"{_FLAG}; root and the daemon may read that: absent elsewhere",
+    ),
+    Metric(
+        "gpuguard_lane_p2p_on", "gauge", "Whether the active lane was started with P2P.", (),
+        Probe.LANES, f"{_FLAG}; absent until it was started since this boot",
+    ),
+    Metric(
+        "gpuguard_lane_switching", "gauge",
+        "Whether a switch of lanes is under way, or was interrupted.", (), Probe.LANES, _FLAG,
+    ),
+    Metric(
+        "gpuguard_lane_switch_step", "gauge", "What that switch is at.", (), Probe.LANES,
+        "0: no switch, 1 preflight, 2 snapshot, 3 drain, 4 stop, 5 start, 6 ready, 7 identity, "
+        "8 gate, 9 promote, 10 undrain, 11 halt, 12 done",
+    ),
+    Metric(
+        "gpuguard_lane_switch_started_timestamp_seconds", "gauge", "When that switch began.", (),
+        Probe.LANES, "absent where there is none",
+    ),
+    Metric(
+        "gpuguard_lane_last_switch_outcome", "gauge", "How the last switch ended.", ("outcome",),
+        Probe.LANES,
+        "outcome: promoted, refused, rolled-back, fell-back, failed; 1 for the one that holds",
+    ),
+    Metric(
+        "gpuguard_lane_last_switch_timestamp_seconds", "gauge", "When the last switch ended.", (),
+        Probe.LANES, _NEVER,
+    ),
+    Metric(
+        "gpuguard_lane_switches_total", "counter", "Switches that ended.", ("outcome",),
+        Probe.LANES,
+        "outcome: promoted, refused, rolled-back, fell-back, failed; begins anew after a thousand",
     ),
     # --- transfer, collective: of the last gpuguard verify --deep
     Metric(

@@ -27,6 +27,7 @@ from gpuguard.host import LocalHost
 from gpuguard.host.port import Completed, Deadline
 from gpuguard.probes.fingerprint import fingerprint
 from gpuguard.probes.p2p import probe_p2p
+from gpuguard.serving.health import engine_answers
 from gpuguard.state import JOURNAL_FILE
 
 _CHILD = "from gpuguard.daemon.child import main; main()"
@@ -36,8 +37,8 @@ _GRACE = 0.3
 #: A full look although nothing seems to have changed; sooner where a probe failed.
 _FULL_SECONDS = 1800.0
 _FULL_AFTER_FAILURE_SECONDS = 900.0
-#: What a look was made from: files, the driver's answer, the configuration.
-_Seen = tuple[str, P2pFacts, Mapping[str, Any] | None]
+#: What a look was made from: files, the driver's answer, the engine's, the configuration.
+_Seen = tuple[str, P2pFacts, bool | None, Mapping[str, Any] | None]
 _PASSED_ON = ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HOME")
 
 
@@ -138,8 +139,9 @@ class Looker:
         when, began = time.time(), time.monotonic()
         try:
             config = self.config
-            seen = (fingerprint(self.host), probe_p2p(self.host), config)
+            files, p2p = fingerprint(self.host), probe_p2p(self.host)
             asked = time.monotonic() - began
+            seen = (files, p2p, _engine_answers(self.host), config)
             last = self._last
             if last is not None and not self._is_due(last, began, seen):
                 self._last = _again(last, when, asked)
@@ -158,6 +160,13 @@ class Looker:
         if self._seen != seen or now - self._full_at >= patience:
             return True
         return self.host.path(JOURNAL_FILE).exists()  # a change is under way, or was
+
+
+def _engine_answers(host: LocalHost) -> bool | None:
+    try:
+        return engine_answers(host)
+    except ProbeError:
+        return None  # what is wrong is for the look itself to say
 
 
 def _again(last: Observation, when: float, seconds: float) -> Observation:

@@ -35,7 +35,7 @@ from gpuguard.exporter.exposition import (
 )
 from gpuguard.exporter.series import Health, all_samples, note_successes
 from gpuguard.host.notify import journal, notify, watchdog_seconds
-from gpuguard.state import DEPMOD_DIR, RUN_DIR, STATE_DIR
+from gpuguard.state import DEPMOD_DIR, LANE_STATE_DIR, RUN_DIR, STATE_DIR
 
 _SETTLE_SECONDS = 2.0  # after the last change: a package tool changes many files
 _APART_SECONDS = 5.0  # between two looks, however much changes
@@ -48,8 +48,8 @@ _OVERDUE_SECONDS = 30.0
 _NEEDS_CERTIFICATE = "RequireAndVerifyClientCert"
 _PAGE_HEADERS = (("Content-Security-Policy", POLICY), ("Referrer-Policy", "no-referrer"))
 _WATCHED = (
-    STATE_DIR, RUN_DIR, DEPMOD_DIR, "/boot", "/boot/grub", "/lib/modules", "/var/lib/dpkg",
-    "/var/lib/apt/lists",
+    STATE_DIR, LANE_STATE_DIR, RUN_DIR, DEPMOD_DIR, "/boot", "/boot/grub", "/lib/modules",
+    "/var/lib/dpkg", "/var/lib/apt/lists",
 )  # fmt: skip
 """Folders in which something happens when something is installed, built, held or proven."""
 

@@ -23,7 +23,7 @@ the last observation found.
 - Cards are known by UUID as NVML prints it (`GPU-…`); `gpuguard_gpu_info` has index, name and PCI
   bus id. No label names the host: the scrape adds `instance`.
 - With 8 cards there are some 330 series; a `gpuguard verify --deep` of all cards adds up to 6 for
-  each ordered pair, and 5.
+  each ordered pair, and 5; lanes add 19.
 """
 _SECTIONS: tuple[tuple[Probe | None, str, str], ...] = (
     (None, "gpuguard itself", "Always there."),
@@ -34,6 +34,11 @@ _SECTIONS: tuple[tuple[Probe | None, str, str], ...] = (
     (Probe.HOLDS, "Probe `holds`", "Which packages are on hold, and what that costs."),
     (Probe.REBUILD, "Probe `rebuild`", "What was built. Counters survive a restart."),
     (Probe.GATE, "Probe `gate`", "`gpuguard verify --gate`, after each boot."),
+    (
+        Probe.LANES,
+        "Probe `lanes`",
+        "Which vLLM lane serves, and its switches; absent where none was ever made.",
+    ),
     (
         Probe.TRANSFER,
         "Probe `transfer`",

@@ -30,6 +30,7 @@ from gpuguard.core.samples import (
 )
 from gpuguard.core.samples_changes import gate_samples, hold_samples, rebuild_samples
 from gpuguard.core.samples_deep import collective_samples, transfer_samples
+from gpuguard.core.samples_lanes import lane_samples
 from gpuguard.core.samples_p2p import could_look, topo_samples, unavailable_samples
 from gpuguard.core.samples_pci import pci_samples
 from gpuguard.deep.baseline import read_baseline
@@ -43,6 +44,7 @@ from gpuguard.probes.p2p import probe_p2p, probe_pci_gpus
 from gpuguard.probes.params import probe_information
 from gpuguard.probes.pci import probe_cards
 from gpuguard.proof import read_gate_result
+from gpuguard.serving.observed import has_lanes, observe_lanes
 from gpuguard.state import QUEUE_FILE
 from gpuguard.tally import read_tally
 from gpuguard.verbs.inspect import judge_facts, look, policy_of
@@ -84,6 +86,7 @@ def observe(host: Host, config: Config | None, trouble: Finding | None = None) -
         _part(Probe.PCI, lambda: _pci(host, config, p2p)),
         _part(Probe.REBUILD, lambda: _rebuilds(host)),
         _part(Probe.GATE, lambda: _gate(host)),
+        *_lane_parts(host),
         *_deep_parts(host),
     ]
     return Observation(
@@ -177,6 +180,13 @@ def _for_people(host: Host) -> dict[str, str | None]:
         result = read_gate_result(host)
         gate = None if result is None else f"{result.message} ({result.created})"
     return {"host": name, "gate": gate}
+
+
+def _lane_parts(host: Host) -> list[Part]:
+    """None before the first switch of a lane."""
+    if not has_lanes(host):
+        return []
+    return [_part(Probe.LANES, lambda: lane_samples(observe_lanes(host)))]
 
 
 def _deep_parts(host: Host) -> list[Part]:
