@@ -106,10 +106,13 @@ _UPDATE_GRUB = "#!/bin/sh\n[ -e /boot/grub/grub.cfg ] && exec update-grub\n"
 class Machine:
     """One system; made by ``machine``, which ends it on every way out."""
 
-    def __init__(self, root: Path, base: Base, name: str, folder: Path) -> None:
+    def __init__(
+        self, root: Path, base: Base, name: str, folder: Path, options: tuple[str, ...] = ()
+    ) -> None:
         self.root = root
         self.base = base
         self.name = name
+        self._options = options
         self._console = folder / "console"
         self._nspawn: subprocess.Popen[bytes] | None = None
 
@@ -123,9 +126,11 @@ class Machine:
                 ["setpriv", "--pdeathsig=TERM",  # killed tests: nspawn powers the system off
                  "/bin/sh", "-c", _ON_ITS_OWN, self.name,
                  "systemd-nspawn", "-q", "-D", str(self.root), "-b", "-M", self.name,
-                 "--register=no", "--keep-unit", "--resolv-conf=off", "--console=pipe"],
+                 "--register=no", "--keep-unit", "--resolv-conf=off", "--console=pipe",
+                 *self._options],
                 stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True,
-                env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
+                env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
+                     "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"},  # it has one of its own
             )  # fmt: skip
         self.wait_for(self._answers, 60, "systemd answers")
         self.run("systemctl", "is-system-running", "--wait", check=False, timeout=300)
@@ -333,11 +338,11 @@ exec unshare --net sh -c 'ip link set lo up; exec "$@"' sh "$@"
 
 
 @contextmanager
-def machine(root: Path, base: Base, folder: Path) -> Iterator[Machine]:
-    """Make a root bootable in a container; whatever was started in it ends with the block."""
+def machine(root: Path, base: Base, folder: Path, *options: str) -> Iterator[Machine]:
+    """Make a root bootable, with options of nspawn; whatever was started in it ends with it."""
     name = f"gpuguard-{base.debian.suite}-{os.getpid()}-{next(_NUMBERS)}"
     _furnish(root)
-    system = Machine(root, base, name, folder)
+    system = Machine(root, base, name, folder, options)
     try:
         yield system
     finally:
@@ -356,7 +361,7 @@ def _furnish(root: Path) -> None:
         drop_in = unit.with_name(f"{prefix}.service.d") / "lab-kernel.conf"
         drop_in.parent.mkdir()
         drop_in.write_text(_DROP_IN)
-    for name in ("gpuguard", "gpuguard-verify"):
+    for name in ("gpuguard", "gpuguard-verify", "gpuguard-lane-resume"):
         boot = unit.with_name(f"{name}.service.d") / "lab-boot.conf"
         boot.parent.mkdir(exist_ok=True)
         boot.write_text(_DROP_IN_OF_BOOT)

@@ -21,7 +21,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,6 +118,14 @@ def get_base(debian: Debian) -> Base:
             "driver", kit, lambda folder: _add_driver(lab, debian, kernels, base, folder)
         )
     return Base(debian, kernels.old, kernels.new, kernels.new_version, (driver, base))
+
+
+def with_layer(base: Base, kind: str, key: Sequence[str], make: Callable[[Path], None]) -> Base:
+    """A base with one more layer above, cached by all that it stands on and by ``key``."""
+    below = [layer.name for layer in base.layers]
+    with _locked():
+        folder = _layer(kind, (base.debian.suite, *below, *key), make)
+    return replace(base, layers=(folder, *base.layers))
 
 
 @contextmanager

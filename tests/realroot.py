@@ -98,6 +98,23 @@ class Lab:
             self.apt("download", "-q", *missing)
         return [next((self.folder / "debs").glob(f"{package}_*.deb")) for package in packages]
 
+    def with_needs(self, root: Path, *packages: str) -> list[Path]:
+        """Files of packages, and of what they need beyond what a root has; downloaded once."""
+        status = root / "var/lib/dpkg/status"
+        words = ("-o", f"Dir::State::status={status}", "--no-install-recommends", "-qy", "install")
+        if not (self.folder / "parts/lab.list").exists():
+            self.update()
+        try:
+            self.apt(*words, "--download-only", *packages)
+        except subprocess.CalledProcessError:  # lists that are days old name files that are gone
+            self.update()
+            self.apt(*words, "--download-only", *packages)
+        said = self.apt(*words, "-s", *packages)
+        planned = re.findall(r"^Inst (\S+) .*?\((\S+) ", said, re.MULTILINE)
+        archives = self.folder / "cache/archives"
+        names = [f"{name}_{version.replace(':', '%3a')}_*.deb" for name, version in planned]
+        return [next(archives.glob(name)) for name in names]
+
 
 def _sources(wanted: str = "") -> list[str]:
     """The machine's own Debian mirror, with contrib and sources, as one-line entries."""

@@ -17,6 +17,7 @@ STUB_TOKEN_SECONDS=S  time for a token
 STUB_START_SECONDS=S  time for the first start; later ones take a tenth
 STUB_DRIP=PATH        answer GET PATH with a body that comes byte by byte, without end
 STUB_ENDLESS=1        streams go on for ever: events, never [DONE]
+STUB_NCCL_VIA=A,B     NCCL connects the cards this way, instead of P2P/CUMEM; "-": it does not say
 STUB_DEAD_SECONDS=S   between the engine's death and the server's exit (vLLM: 5)
 """
 
@@ -69,12 +70,14 @@ class State:
         given = words(argv[2:])
         self.root = argv[1]
         self.name = fault("MODEL") or given.get("served-model-name", argv[1])
+        self.host = given.get("host", "127.0.0.1")
         self.port = int(given["port"])
         asked = int(given.get("max-model-len", "4096"))
         self.max_model_len = int(fault("MAX_MODEL_LEN") or asked)
         self.slots = threading.Semaphore(int(given.get("max-num-seqs", "128")))
         self.tokens = int(fault("KV_TOKENS") or 2048 * asked)
         self.shutdown_timeout = float(given.get("shutdown-timeout", "0"))
+        self.cards = int(given.get("tensor-parallel-size", "1"))
         self.cache_dtype = given.get("kv-cache-dtype", "auto")
         self.lock = threading.Lock()
         self.running = self.waiting = self.succeeded = self.open = 0
@@ -276,10 +279,11 @@ def metrics() -> str:
 
 
 def start_engine() -> int:
+    server = os.getpid()
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        while os.getppid() != 1:
+        while os.getppid() == server:  # in a container the server is process 1 itself
             time.sleep(0.1)
         os._exit(0)
     return child
@@ -328,9 +332,8 @@ def startup() -> None:
         wait_for_ever()
     if fault("NEVER_READY"):
         wait_for_ever()
-    if os.environ.get("NCCL_DEBUG") == "INFO":
-        off = os.environ.get("NCCL_P2P_DISABLE") == "1"
-        log(f"NCCL INFO Channel 00/0 : 0[0] -> 1[1] via {'SHM/direct' if off else 'P2P/IPC'}")
+    if os.environ.get("NCCL_DEBUG") == "INFO" and STATE.cards > 1:
+        connect_cards()
     log("Loading weights took 0.01 seconds", "Worker")
     time.sleep(seconds / 10 if is_warm else seconds)
     concurrency = STATE.tokens / STATE.max_model_len
@@ -340,6 +343,24 @@ def startup() -> None:
     log("init engine (profile, create kv cache, warmup model) took 0.01 s", "EngineCore")
     if cache.is_dir():
         (cache / "compiled").touch()
+
+
+def connect_cards() -> None:
+    """NCCL's lines, where NCCL would write them: into a file of each process, else to stdout."""
+    is_off = os.environ.get("NCCL_P2P_DISABLE") == "1"
+    how = fault("NCCL_VIA") or ("SHM/direct/direct" if is_off else "P2P/CUMEM")
+    node, pid = os.uname().nodename, os.getpid()
+    lines = [f"{node}:{pid}:{pid} [0] NCCL INFO NCCL_DEBUG set by environment to INFO"]
+    for number, via in enumerate(how.split(",") if how != "-" else ()):
+        channel = f"Channel {number:02}/0 : 0[0] -> 1[1]"
+        lines.append(f"{node}:{pid}:{pid} [0] NCCL INFO {channel} via {via}")
+    place = os.environ.get("NCCL_DEBUG_FILE")
+    if place is None:
+        for line in lines:
+            log(line, "Worker")
+        return
+    place = place.replace("%h", node).replace("%p", str(pid))
+    Path(place).write_text("\n".join(lines) + "\n")
 
 
 def wait_for_ever() -> None:
@@ -355,10 +376,10 @@ def main() -> None:
     ThreadingHTTPServer.request_queue_size = 128
     ThreadingHTTPServer.allow_reuse_address = True
     ThreadingHTTPServer.daemon_threads = True
-    server = ThreadingHTTPServer(("127.0.0.1", STATE.port), Handler)
+    server = ThreadingHTTPServer((STATE.host, STATE.port), Handler)
     threading.Thread(target=watch_engine, daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=drain, args=(server,)).start())
-    log(f"Starting vLLM server on http://127.0.0.1:{STATE.port}")
+    log(f"Starting vLLM server on http://{STATE.host}:{STATE.port}")
     print(f"INFO:     Started server process [{os.getpid()}]", flush=True)
     print("INFO:     Waiting for application startup.", flush=True)
     print("INFO:     Application startup complete.", flush=True)
