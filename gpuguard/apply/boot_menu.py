@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-
-from gpuguard.apply.leftover import run_tool
-from gpuguard.errors import CommandError, PreflightError, VerifyError
+from gpuguard.apply.own_tool import run_own_tool
+from gpuguard.errors import PreflightError
 from gpuguard.host import Host
-from gpuguard.host.files import fsync_file
 
 _TOOL_SECONDS = 600.0  # os-prober looks at every disk
 _UPDATE = "/usr/sbin/update-grub"
@@ -43,15 +40,11 @@ def update_boot_menu(path: str, host: Host) -> None:
     Raises:
         VerifyError: it failed.
     """
-    command = menu_command(path, host)
-    enter = () if host.is_live else ("chroot", str(host.root))
-    try:
-        run_tool(host, *enter, *command, timeout=_TOOL_SECONDS)
-    except CommandError as error:
-        raise VerifyError(
-            f"{path} could not be written anew: {error.message}",
-            code="boot-menu-failed",
-            hint=f"see what it says by hand: {shlex.join(command)}",
-            detail=error.detail,
-        ) from error
-    fsync_file(host.path(path))
+    run_own_tool(
+        host,
+        path,
+        menu_command(path, host),
+        timeout=_TOOL_SECONDS,
+        code="boot-menu-failed",
+        failed="could not be written anew",
+    )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 
-from gpuguard.apply.leftover import run_tool
-from gpuguard.errors import CommandError, PreflightError, VerifyError
+from gpuguard.apply.own_tool import run_own_tool
+from gpuguard.errors import PreflightError
 from gpuguard.host import Host
-from gpuguard.host.files import fsync_file
 
 TOOL_SECONDS = 900.0  # a large MODULES=most image on a slow disk takes minutes
 _ROOM_FACTOR = 1.3  # the new image is written beside the old one
@@ -66,21 +64,14 @@ def check_initramfs_possible(release: str, path: str, host: Host) -> None:
 def rebuild_initramfs(release: str, path: str, host: Host) -> None:
     """Rebuild exactly one image (never ``-k all``).
 
-    The tools have no flag for another root, and must run with that root's own
-    configuration: the one place where a chroot is the right thing.
-
     Raises:
         VerifyError: the tool failed.
     """
-    command = initramfs_command(release, path, host)
-    enter = () if host.is_live else ("chroot", str(host.root))
-    try:
-        run_tool(host, *enter, *command, timeout=TOOL_SECONDS)
-    except CommandError as error:
-        raise VerifyError(
-            f"{path} could not be rebuilt: {error.message}",
-            code="initramfs-failed",
-            hint=f"see what it says by hand: {shlex.join(command)}",
-            detail=error.detail,
-        ) from error
-    fsync_file(host.path(path))
+    run_own_tool(
+        host,
+        path,
+        initramfs_command(release, path, host),
+        timeout=TOOL_SECONDS,
+        code="initramfs-failed",
+        failed="could not be rebuilt",
+    )
