@@ -129,8 +129,7 @@ class Machine:
                  "--register=no", "--keep-unit", "--resolv-conf=off", "--console=pipe",
                  *self._options],
                 stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True,
-                env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
-                     "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"},  # it has one of its own
+                env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
             )  # fmt: skip
         self.wait_for(self._answers, 60, "systemd answers")
         self.run("systemctl", "is-system-running", "--wait", check=False, timeout=300)

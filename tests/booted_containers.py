@@ -2,9 +2,9 @@
 
 ``with container_machine(folder) as system`` gives a ``Machine`` of ``booted.py`` that is up, with
 gpuguard as pip installs it; Docker and a registry are installed, and at rest.
-``image(system, "a")`` makes a small image whose entry point is ``vllm serve`` (the stub) in Podman's
-store and returns its name by digest; other words make other images. ``docker_image`` has Docker
-pull one.
+``image(system, "a")`` makes a small image whose entry point is ``vllm serve`` (the stub) in
+Podman's store and returns its name by digest; other words make other images. ``docker_image`` has
+Docker pull one.
 
 Containers have cgroups and a network of their own, as on a host. What this machine cannot give (a
 limit of the number of processes) is said in its ``containers.conf``, in nothing that gpuguard
@@ -43,6 +43,22 @@ _AT_REST = ("containerd", "docker", "haproxy", "podman")
 _STORES = ("/var/lib/containers", "/var/lib/docker")
 _REGISTRY = "127.0.0.1:5000"
 _FILES = {
+    # nspawn mounts it read-only; the network is the machine's own
+    "etc/systemd/system/lab-network.service": """\
+[Unit]
+DefaultDependencies=no
+Before=sysinit.target
+
+[Install]
+WantedBy=sysinit.target
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=mount -t proc proc /mnt
+ExecStart=mount --bind /mnt/sys/net /proc/sys/net
+ExecStart=umount /mnt
+""",
     # no controller can be delegated: the machine below has those of the old hierarchy
     "etc/containers/containers.conf": "[containers]\npids_limit = 0\n",
     "etc/docker/registry/config.yml": "version: 0.1\n"
@@ -108,6 +124,7 @@ def _add_engines(base: Base, folder: Path) -> None:
             (root / name).write_text(text)
         with mounted(root):
             chroot(root, "sh", "-c", "dpkg --force-confold -i /srv/debs/*.deb")
+            chroot(root, "systemctl", "-q", "enable", "lab-network.service")
         shutil.rmtree(debs)
         for link in (root / "etc/systemd/system").glob("*.wants/*"):
             if link.name.startswith(_AT_REST):
