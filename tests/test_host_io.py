@@ -36,3 +36,13 @@ def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ProbeError) as caught, decompressed(LocalHost(), path):
         pass
     assert str(path) in caught.value.message
+
+
+def test_a_folder_can_be_entered_by_others_whatever_the_umask_of_root(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        LocalHost(tmp_path).replace_file("/usr/local/share/ours/file", b"x")
+    finally:
+        os.umask(before)
+    for folder in ("usr", "usr/local/share", "usr/local/share/ours"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o755

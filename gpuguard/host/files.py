@@ -36,7 +36,7 @@ def fsync_file(file: Path) -> None:
 
 
 def make_dirs(directory: Path, *, mode: int = 0o755) -> None:
-    """Make a directory and its parents, durably; existing ones keep their mode."""
+    """Make a directory and its parents, durably, whatever the umask; others keep their mode."""
     missing = []
     while not directory.exists():
         missing.append(directory)
@@ -44,6 +44,7 @@ def make_dirs(directory: Path, *, mode: int = 0o755) -> None:
     for step in reversed(missing):
         with suppress(FileExistsError):
             step.mkdir(mode=mode)
+            step.chmod(mode)
         fsync_dir(step.parent)
 
 
