@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.lane_outcomes import refused
 from tests.lanekit import LaneHost, settle
-from tests.test_lane_faults import refused
 
 pytestmark = pytest.mark.slow
 DIGEST = "localhost/vllm@sha256:" + "ab" * 32

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from gpuguard.serving.engine import Engine, EngineError
+from tests.lane_outcomes import rolled_back
 from tests.lanekit import LaneHost, settle
-from tests.test_lane_faults import rolled_back
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n"
 _ENOUGH = 20.0  # a hang would be for ever

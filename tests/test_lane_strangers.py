@@ -8,8 +8,8 @@ import pytest
 
 from gpuguard.core.doctor_facts import NvmlCard
 from gpuguard.serving.strangers import strangers
+from tests.lane_outcomes import refused
 from tests.lanekit import LaneHost, settle
-from tests.test_lane_faults import refused
 
 GIB = 1 << 30
 
