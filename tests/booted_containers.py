@@ -73,7 +73,7 @@ library=/usr/lib/${python##*/}
 {
     echo $python; echo /usr/bin/python3; echo /usr/bin/sh
     for file in $python /usr/bin/sh $library/lib-dynload/*.so; do
-        ldd $file | grep -o '/[^ ]*'
+        ldd $file | grep -o '/[^ ]*' || true
     done
     find $library -type f ! -name '*.pyc'
 } | sort -u >/srv/rootfs.list

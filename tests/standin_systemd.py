@@ -275,7 +275,8 @@ def systemctl(argv: list[str]) -> int:
 
 def journalctl(argv: list[str]) -> int:
     number = int(argv[argv.index("-n") + 1])
-    invocation = argv[-1].removeprefix("_SYSTEMD_INVOCATION_ID=")
+    known = "_SYSTEMD_INVOCATION_ID="
+    invocation = next(word.removeprefix(known) for word in argv if word.startswith(known))
     file = LOGS / f"{invocation}.log"
     if file.exists():
         print("\n".join(file.read_text(errors="replace").splitlines()[-number:]))

@@ -127,13 +127,17 @@ class Systemd:
         self._host.run("systemctl", "daemon-reload", timeout=2 * _ANSWER_SECONDS)
 
     def log(self, state: UnitState) -> tuple[str, ...] | None:
-        """The last lines that this start of the unit wrote; None: they cannot be read."""
+        """The last lines that this start of the unit wrote; None: they cannot be read.
+
+        What Podman tells the journal of its own (events, health checks) is none of the engine's.
+        """
         if not state.invocation:
             return None
         try:
             done = self._host.run(
                 "journalctl", "--no-pager", "-q", "-o", "cat", "-n", str(_LINES),
-                f"_SYSTEMD_INVOCATION_ID={state.invocation}", timeout=_ANSWER_SECONDS,
+                f"_SYSTEMD_INVOCATION_ID={state.invocation}", "_TRANSPORT=stdout",
+                timeout=_ANSWER_SECONDS,
             )  # fmt: skip
         except CommandError:
             return None
