@@ -1,15 +1,21 @@
-"""What the gate proved since this boot: kept in ``/run``, so that no other boot can use it."""
+"""What was proven since this boot: kept in ``/run``, so that no other boot can use it.
+
+Two tiers: what the driver *grants*, as the gate saw it, and what *bytes* have shown
+(``verify --deep``). Root acts upon both, so it believes only files that root alone can write.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpuguard.errors import StateError
 from gpuguard.host import Host
+from gpuguard.host.files import writable_by_others
 from gpuguard.host.reading import read_bytes, read_text
-from gpuguard.state import GATE_FILE, PROOF_FILE
+from gpuguard.state import DEEP_PROOF_FILE, GATE_FILE, PROOF_FILE
 
 _SCHEMA = 1
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -42,13 +48,7 @@ def write_proof(host: Host, proof: Proof) -> None:
     Raises:
         StateError: it cannot be written.
     """
-    text = json.dumps({"schema": _SCHEMA, **asdict(proof)}, indent=1).encode() + b"\n"
-    try:
-        host.replace_file(PROOF_FILE, text, mode=0o644)
-    except OSError as error:
-        raise StateError(
-            f"{PROOF_FILE} cannot be written: {error.strerror}", hint="is /run full or read-only?"
-        ) from error
+    _write(host, PROOF_FILE, asdict(proof))
 
 
 def remove_proof(host: Host) -> None:
@@ -57,10 +57,7 @@ def remove_proof(host: Host) -> None:
     Raises:
         StateError: it cannot be removed.
     """
-    try:
-        host.remove_file(PROOF_FILE)
-    except OSError as error:
-        raise StateError(f"{PROOF_FILE} cannot be removed: {error.strerror}") from error
+    _remove(host, PROOF_FILE)
 
 
 def read_proof(host: Host) -> Proof | None:
@@ -68,19 +65,107 @@ def read_proof(host: Host) -> Proof | None:
 
     Raises:
         ProbeError: it cannot be read.
-        StateError: it is no proof.
+        StateError: it is no proof, or others than root could have written it.
     """
-    content = read_bytes(host, PROOF_FILE, max_bytes=1 << 20)
+    known = _read(host, PROOF_FILE, tuple(Proof.__dataclass_fields__))
+    return None if known is None else Proof(**known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepProof:
+    """What ``verify --deep`` found since this boot, good or bad.
+
+    ``pairs``: ordered pairs over which every byte was right. ``problem``: why it proves nothing;
+    None: it does. ``is_fault``: something was seen to be wrong, which is more than not seen to be
+    right.
+    """
+
+    boot_id: str
+    created: str  # RFC 3339, UTC
+    kernel: str | None
+    driver: str | None
+    build_id: str | None  # of the loaded module
+    cards: tuple[str, ...]  # UUIDs
+    pairs: int
+    all_reduce: bool  # its sums were right, and NCCL took P2P for it
+    problem: str | None
+    is_fault: bool
+
+
+def write_deep_proof(host: Host, proof: DeepProof) -> None:
+    """Keep it for everybody to read.
+
+    Raises:
+        StateError: it cannot be written.
+    """
+    _write(host, DEEP_PROOF_FILE, asdict(proof))
+
+
+def remove_deep_proof(host: Host) -> None:
+    """Nothing is known of bytes any more.
+
+    Raises:
+        StateError: it cannot be removed.
+    """
+    _remove(host, DEEP_PROOF_FILE)
+
+
+def read_deep_proof(host: Host) -> DeepProof | None:
+    """What bytes have shown since *this* boot; None: nobody has moved any.
+
+    Raises:
+        ProbeError: it cannot be read.
+        StateError: it is no such record, or others than root could have written it.
+    """
+    known = _read(host, DEEP_PROOF_FILE, tuple(DeepProof.__dataclass_fields__))
+    return None if known is None else DeepProof(**known)
+
+
+def _write(host: Host, file: str, values: dict[str, Any]) -> None:
+    text = json.dumps({"schema": _SCHEMA, **values}, indent=1).encode() + b"\n"
+    try:
+        host.replace_file(file, text, mode=0o644)
+    except OSError as error:
+        raise StateError(
+            f"{file} cannot be written: {error.strerror}", hint="is /run full or read-only?"
+        ) from error
+
+
+def _remove(host: Host, file: str) -> None:
+    try:
+        host.remove_file(file)
+    except OSError as error:
+        raise StateError(f"{file} cannot be removed: {error.strerror}") from error
+
+
+def _read(host: Host, file: str, fields: tuple[str, ...]) -> dict[str, Any] | None:
+    content = read_bytes(host, file, max_bytes=1 << 20)
     if content is None:
         return None
+    _refuse_untrusted(host, file)
     try:
         document: dict[str, Any] = json.loads(content)
-        known = {name: document[name] for name in Proof.__dataclass_fields__}
-        proof = Proof(**{**known, "cards": tuple(map(str, known["cards"]))})
+        known = {name: document[name] for name in fields}
+        known["cards"] = tuple(map(str, known["cards"]))
         is_known = document["schema"] == _SCHEMA
     except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{PROOF_FILE} cannot be used: {error}") from error
-    return proof if is_known and proof.boot_id == boot_id(host) else None
+        raise StateError(f"{file} cannot be used: {error}") from error
+    return known if is_known and known["boot_id"] == boot_id(host) else None
+
+
+def _refuse_untrusted(host: Host, file: str) -> None:
+    if os.geteuid() != 0:
+        return
+    try:
+        reason = writable_by_others(host.root / file.lstrip("/"), root=host.root)
+    except OSError as error:
+        reason = f"it cannot be looked at: {error.strerror}"
+    if reason is not None:
+        raise StateError(
+            f"{file} is not believed: {reason}",
+            hint=f"find out who wrote it; then rm {file} and prove it anew: "
+            "systemctl restart gpuguard-verify.service, gpuguard verify --deep",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

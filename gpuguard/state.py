@@ -40,6 +40,7 @@ MODULE_CACHE_FILE = f"{CACHE_DIR}/modules.json"  # (path, size, mtime, inode) ->
 PREBUILT_DIR = f"{CACHE_DIR}/prebuilt"  # <release>/: built before its kernel was installed
 RUN_DIR = "/run/gpuguard"  # who asks the driver just now; gone with a reboot
 PROOF_FILE = f"{RUN_DIR}/proof.json"  # what the gate proved since this boot
+DEEP_PROOF_FILE = f"{RUN_DIR}/proof-deep.json"  # what verify --deep found since this boot
 GATE_FILE = f"{RUN_DIR}/gate.json"  # what the gate said, open or shut, since this boot
 DEPMOD_DIR = "/etc/depmod.d"
 MODULES_SUBDIR = "updates/gpuguard"  # below /lib/modules/<release>/

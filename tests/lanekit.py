@@ -50,6 +50,7 @@ REPOSITORY = Path(__file__).parents[1]
 PROGRAM = "/opt/gpuguard/bin/gpuguard"
 VENV = "/opt/vllm"
 MODEL = "/srv/model"
+STANDINS = ("/opt/pynvml", "/opt/cuda")  # where bindings of NVML and CUDA are pretended
 _OWN = ("etc", "var", "run", "opt", "srv")
 _CLONE_NEWNS = 0x00020000
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +86,9 @@ class LaneHost(Fakes):
                 shutil.copytree(source, self.root / "etc" / entry, symlinks=True)
             elif source.exists():
                 shutil.copy(source, self.root / "etc" / entry)
-        self.make_program(PROGRAM, "from gpuguard.__main__ import main\nmain()\n")
+        found = f"sys.path[:0] = [place for place in {STANDINS} if os.path.isdir(place)]"
+        main = "from gpuguard.__main__ import main\nmain()\n"
+        self.make_program(PROGRAM, f"import os\n{found}\n{main}")
         stub = f"import runpy\nrunpy.run_path({str(REPOSITORY / 'tests/stub_vllm.py')!r}, run_name='__main__')\n"  # noqa: E501
         self.make_program(f"{VENV}/bin/vllm", stub)
         systemd = "from tests.standin_systemd import main\nmain()\n"
@@ -188,8 +191,8 @@ class LaneHost(Fakes):
             sys.stderr = os.fdopen(2, "w", closefd=False)
             self.enter()
             sys.argv = [PROGRAM, *words]
-            if Path("/opt/pynvml").exists():
-                sys.path.insert(0, "/opt/pynvml")  # the NVML child gets this path
+            # children that ask NVML or CUDA get this path
+            sys.path[:0] = [place for place in STANDINS if Path(place).is_dir()]
             if die_at is not None:
                 sys.addaudithook(killer(die_at))
             program.main()

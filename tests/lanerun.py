@@ -25,11 +25,15 @@ class _O:
     def __init__(self, **v): self.__dict__.update(v)
 def nvmlInit(): pass
 def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return 1
+UUIDS = S.get("uuids", ["GPU-0"])
+def nvmlDeviceGetCount(): return len(UUIDS)
 def nvmlDeviceGetHandleByIndex(i): return i
-def nvmlDeviceGetUUID(h): return "GPU-0"
-def nvmlDeviceGetPciInfo(h): return _O(busId="00000000:01:00.0")
-def nvmlDeviceGetMemoryInfo(h): return _O(total=32 << 30, used=S["used"])
+def nvmlDeviceGetName(h): return "Stand-in"
+def nvmlDeviceGetUUID(h): return UUIDS[h]
+def nvmlDeviceGetPciInfo(h): return _O(busId="00000000:0%d:00.0" % (h + 1))
+def nvmlDeviceGetMemoryInfo(h):
+    total = S.get("total", 32 << 30)
+    return _O(total=total, used=S["used"], free=total - S["used"])
 def nvmlDeviceGetComputeRunningProcesses(h):
     known = S.get("process_bytes", {})
     return [_O(pid=p, usedGpuMemory=known.get(str(p))) for p in S.get("processes", ())]

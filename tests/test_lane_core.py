@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from gpuguard.core.facts import DriverFacts
-from gpuguard.proof import Proof
+from gpuguard.proof import DeepProof, Proof
 from gpuguard.serving.front_config import Route, commands, parse_listen, parse_route, render_front
 from gpuguard.serving.history import duration_text, expected_seconds
 from gpuguard.serving.lane import arguments
 from gpuguard.serving.lane_file import InvalidLaneError, parse_lane
 from gpuguard.serving.machine import Outcome, Role, Step, Switch, advance, interrupt, recover
-from gpuguard.serving.p2p_policy import decide
+from gpuguard.serving.p2p_policy import P2pDecision, Proofs, Tier, decide
 from gpuguard.serving.readiness import Glance, lost
 from gpuguard.serving.reading import (
     block_size,
@@ -206,28 +206,75 @@ def test_what_is_no_lane(line: str, key: str) -> None:
 # --- P2P
 
 
-def test_what_a_proof_is_worth() -> None:
-    proof = Proof(
-        boot_id="b", created="then", verdict="ok", kernel="6.1", driver="580.1", build_id="id",
-        identity="patched", cards=("a", "b", "c", "d"), pairs=12, source="nvml",
-    )  # fmt: skip
-    driver = DriverFacts(loaded="580.1", loaded_build_id="id")
-    lane = make_lane()
-    assert decide(lane, proof, "6.1", driver).environment == {}
-    for worthless in (
-        None,
-        replace(proof, kernel="6.2"),
-        replace(proof, driver="580.2"),
-        replace(proof, build_id="other"),
-        replace(proof, cards=("a", "b")),
-    ):
-        refused = decide(lane, worthless, "6.1", driver)
-        assert refused.refusal is not None
-        careful = decide(make_lane(requires={"p2p": "preferred"}), worthless, "6.1", driver)
-        assert (careful.refusal, careful.environment) == (None, {"NCCL_P2P_DISABLE": "1"})
-        assert careful.note is not None
-    off = decide(make_lane(requires={"p2p": "none"}), proof, "6.1", driver)
+GRANT = Proof(
+    boot_id="b", created="then", verdict="ok", kernel="6.1", driver="580.1", build_id="id",
+    identity="patched", cards=("a", "b", "c", "d"), pairs=12, source="nvml",
+)  # fmt: skip
+DEEP = DeepProof(
+    boot_id="b", created="later", kernel="6.1", driver="580.1", build_id="id",
+    cards=("a", "b", "c", "d"), pairs=12, all_reduce=True, problem=None, is_fault=False,
+)  # fmt: skip
+PROVEN = Proofs(grant=GRANT, deep=DEEP)
+
+
+def decided(p2p: str, proofs: Proofs, proof: str = "bytes") -> P2pDecision:
+    lane = make_lane(requires={"p2p": p2p, "proof": proof})
+    return decide(lane, proofs, "6.1", DriverFacts(loaded="580.1", loaded_build_id="id"))
+
+
+@pytest.mark.parametrize("proof", ["bytes", "grant"])
+@pytest.mark.parametrize(
+    "grant",
+    [None, replace(GRANT, kernel="6.2"), replace(GRANT, driver="580.2"),
+     replace(GRANT, build_id="other"), replace(GRANT, cards=("a", "b"))],
+    ids=["none", "kernel", "driver", "build", "cards"],
+)  # fmt: skip
+def test_without_a_grant_nothing_is_proven(grant: Proof | None, proof: str) -> None:
+    proofs = replace(PROVEN, grant=grant)
+    refused = decided("required", proofs, proof)
+    assert (refused.refusal is None, refused.tier) == (False, Tier.NONE)
+    assert refused.gap is not None
+    assert not refused.gap.is_provable  # bytes do not stand in for it
+    careful = decided("preferred", proofs, proof)
+    assert (careful.refusal, careful.environment) == (None, {"NCCL_P2P_DISABLE": "1"})
+    assert careful.note is not None
+
+
+@pytest.mark.parametrize(
+    ("deep", "provable", "tried"),
+    [
+        (None, True, False),
+        (replace(DEEP, kernel="6.2"), True, False),
+        (replace(DEEP, driver="580.2"), True, False),
+        (replace(DEEP, build_id="other"), True, False),
+        (replace(DEEP, cards=("a", "b", "c", "e")), True, False),
+        (replace(DEEP, problem="out of memory"), True, True),
+        (replace(DEEP, problem="wrong data (a -> b)", is_fault=True), False, False),
+        (replace(DEEP, problem="wrong data", is_fault=True, cards=("a", "b")), False, False),
+    ],
+    ids=["none", "kernel", "driver", "build", "cards", "tried", "fault", "fault of two"],
+)
+def test_without_bytes_a_grant_is_a_word(
+    deep: DeepProof | None, provable: bool, tried: bool
+) -> None:
+    proofs = replace(PROVEN, deep=deep)
+    refused = decided("required", proofs)
+    assert refused.gap is not None
+    assert (refused.gap.is_provable, refused.gap.was_tried) == (provable, tried)
+    assert (refused.refusal, refused.tier) == (refused.gap.problem, Tier.GRANT)
+    assert decided("preferred", proofs).environment == {"NCCL_P2P_DISABLE": "1"}
+    taken = decided("required", proofs, "grant")
+    assert (taken.refusal, taken.environment, taken.tier) == (None, {}, Tier.GRANT)
+
+
+def test_what_both_proofs_are_worth() -> None:
+    for p2p in ("required", "preferred"):
+        good = decided(p2p, PROVEN)
+        assert (good.environment, good.refusal, good.note, good.tier) == ({}, None, None, "bytes")
+    off = decided("none", PROVEN)
     assert (off.environment, off.refusal, off.note) == ({"NCCL_P2P_DISABLE": "1"}, None, None)
+    unread = decided("required", Proofs(grant_problem="it is not believed", deep=DEEP))
+    assert unread.refusal == "it is not believed"
 
 
 # --- what the engine says
@@ -249,8 +296,10 @@ def test_logs_and_metrics() -> None:
     assert hangs_in_nccl(["a", "(Worker) INFO vLLM is using nccl==2.27.3", ""])
     assert not hangs_in_nccl(["vLLM is using nccl==2.27.3", "Loading weights took 1 seconds"])
     assert fatal_line(["ok", " No available memory for the cache blocks. Try "]) is not None
-    lines = ["NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct", "via P2P/IPC"]
+    channel = "box:7:7 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1]"
+    lines = [f"{channel} via SHM/direct/direct", f"{channel} via P2P/CUMEM", "sent via NET"]
     assert transports(lines) == {"SHM", "P2P"}
+    assert transports([f"{channel} [send] via NET/Socket/0"]) == {"NET"}
     load = parse_load(
         'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 1.0\n'
         'vllm:num_requests_waiting{engine="0"} 0.0\n'

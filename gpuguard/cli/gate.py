@@ -13,7 +13,7 @@ from gpuguard.core.findings import Verdict
 from gpuguard.core.gate import is_open
 from gpuguard.core.verify_document import verify_document
 from gpuguard.errors import GpuguardError, ProbeError, StateError
-from gpuguard.proof import remove_proof
+from gpuguard.proof import remove_deep_proof, remove_proof
 from gpuguard.verbs.expected import expectation_of, has_config
 from gpuguard.verbs.gate import Passage, pass_gate, record_result
 
@@ -30,6 +30,7 @@ def run_gate(context: Context, timeout: float) -> None:
     try:
         passage = _pass(context, timeout)
     except GpuguardError as error:
+        remove_deep_proof(context.host)
         record_result(context.host, Verdict.UNKNOWN, f"gate shut: {error.message} [{error.code}]")
         if isinstance(error, StateError):
             error.exit_status = ProbeError.exit_status  # for a verb that looks it means: unknown

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gpuguard.cli.context import Context
-from gpuguard.cli.lane_session import changing_lanes, lanes_config, require_live
+from gpuguard.cli.lane_session import changing_lanes, lanes_config, prover_of, require_live
 from gpuguard.cli.render import shown
 from gpuguard.cli.session import require_root
 from gpuguard.errors import ConfigError, StateError, UsageError
@@ -101,11 +101,20 @@ def prepare(
 ) -> None:
     """What a lane's unit runs before each start: decide about P2P from what is proven now.
 
+    Where only a proof by bytes is missing, it is made: that takes at most timeouts.prove seconds.
+
     Exit status: 0 start it, 69 do not.
     """
     context: Context = ctx.obj
     require_root(context)
-    done = preparation.prepare(context.host, name)
+    begun: list[str] = []
+
+    def progress(step: str) -> None:
+        if not begun:  # one line: the steps are hundreds
+            journal(f"lane {name}: {step}")
+        begun.append(step)
+
+    done = preparation.prepare(context.host, name, prover_of(context), progress)
     for note in done.notes:
         journal(f"lane {name}: {note}", priority="warning", lane=done.lane_id)
     if context.json:

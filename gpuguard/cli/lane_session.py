@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import typer
 
+from gpuguard.accepted import read_accepted
 from gpuguard.cli.context import Context
 from gpuguard.cli.render import shown
-from gpuguard.config import LanesConfig
+from gpuguard.config import Config, LanesConfig
 from gpuguard.config_file import read_config
-from gpuguard.errors import ConfigError, UsageError
+from gpuguard.errors import ConfigError, ProbeError, StateError, UsageError
 from gpuguard.serving.history import duration_text
 from gpuguard.serving.lanes import Intent, Lanes, Listener
 from gpuguard.serving.machine import Role, Step, Switch
+from gpuguard.serving.proving import Prover
 from gpuguard.serving.steps import Settings
 from gpuguard.serving.store import exclusive
+from gpuguard.verbs.expected import expectation_of
 from gpuguard.verbs.setup import find_program
 
 _SAY_AGAIN_SECONDS = 30.0  # without a terminal: a log must not have a line for every look
@@ -84,8 +87,34 @@ def lanes_of(context: Context) -> Lanes:
     config = _lanes_config_or_default(context)
     talker = _Talker(is_quiet=context.json)
     listener = Listener(talker.step, talker.progress)
-    settings = Settings(retry_after=config.retry_after_seconds)
+    settings = Settings(retry_after=config.retry_after_seconds, prover=prover_of(context))
     return Lanes(context.host, lambda: (find_program(context.host),), settings, listener)
+
+
+def prover_of(context: Context) -> Prover:
+    """Who moves bytes between the cards, where a lane wants that and nobody has."""
+
+    def missing() -> str | None:
+        from gpuguard.deep.tools import missing_tools
+
+        return missing_tools(context.host)
+
+    def prove(seconds: float, progress: Callable[[str], None]) -> str | None:
+        from gpuguard.verbs.prove import prove_bytes
+
+        try:
+            expected = expectation_of(_config_or_none(context), read_accepted(context.host))
+        except (ProbeError, StateError) as error:
+            return error.message
+        return prove_bytes(context.host, expected, seconds, progress)
+
+    return Prover(missing, prove)
+
+
+def _config_or_none(context: Context) -> Config | None:
+    with suppress(ConfigError):  # then every pair of cards has to be right
+        return read_config(context.host, context.config_file)
+    return None
 
 
 def intended(context: Context, chosen: Chosen) -> Intent:

@@ -33,6 +33,13 @@ _EXIT = {
 }
 
 
+_TIERS = {
+    "none": "not shown since this boot",
+    "grant": "granted by the driver, not proven by bytes",
+    "bytes": "proven by bytes since this boot",
+}
+
+
 def list_rows(rows: Iterable[dict[str, Any]]) -> list[list[str]]:
     """Rows of ``lane list``."""
     table = [["lane", "state", "backend", "longest request", "P2P", "id"]]
@@ -171,12 +178,31 @@ def status_document(seen: LanesStatus) -> dict[str, Any]:
             "open": None if seen.server is None else not seen.server.in_maintenance,
             "port": None if seen.server is None else seen.server.port,
         },
+        "p2p": _p2p_document(seen),
         "switch": None if switch is None else {
             "to": switch.new, "from": switch.old, "step": switch.step.value,
             "target": switch.target, "started": switch.started, "running": seen.is_switching,
         },
         "notices": [dataclasses.asdict(notice) for notice in seen.notices],
     }  # fmt: skip
+
+
+def _p2p_document(seen: LanesStatus) -> dict[str, Any] | None:
+    if seen.release is None or seen.p2p is None:
+        return None
+    wanted = seen.release.lane.requires
+    gap = seen.p2p.gap
+    return {
+        "requires": wanted.p2p,
+        "proof": wanted.proof,
+        "tier": seen.p2p.tier.value,
+        "problem": None if gap is None else gap.problem,
+        "off": seen.p2p_is_off,
+    }
+
+
+def _has_cards(seen: LanesStatus) -> bool:
+    return seen.release is not None and seen.release.lane.engine.gpus == "all"
 
 
 def say_status(seen: LanesStatus) -> None:
@@ -198,6 +224,9 @@ def say_status(seen: LanesStatus) -> None:
     if seen.listen is not None:
         is_open = seen.server is not None and not seen.server.in_maintenance
         typer.echo(f"  front     {seen.listen}, {'open' if is_open else '503'}")
+    if (p2p := _p2p_document(seen)) is not None and _has_cards(seen):
+        shown_by = _TIERS[p2p["tier"]]
+        typer.echo(f"  P2P       {p2p['requires']}, {shown_by}{', OFF' if p2p['off'] else ''}")
     if seen.load.running is not None:
         load = seen.load
         usage = "" if load.kv_usage is None else f", KV use {load.kv_usage:.0%}"

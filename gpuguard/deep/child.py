@@ -32,6 +32,8 @@ def main() -> None:
     if request["mode"] == "look":
         _look()
         emit("end")
+    elif request["mode"] == "tools":
+        emit("tools", problem=_missing())
     elif request["mode"] == "collective":
         from gpuguard.deep.collective import run_collective
 
@@ -64,6 +66,19 @@ def _start() -> Cuda | None:
     except (CudaError, RuntimeError, OSError) as error:
         # RuntimeError: what the bindings raise where there is no libcuda.so.1
         emit("unavailable", installed=True, problem=f"CUDA cannot be used: {error}")
+    return None
+
+
+def _missing() -> str | None:
+    """What a deep check needs and this environment does not have; no card is touched."""
+    from gpuguard.deep import nccl
+
+    try:
+        importlib.import_module("cuda.bindings.driver")
+        importlib.import_module("cuda.bindings.nvrtc")
+        nccl.load()
+    except (ImportError, RuntimeError, OSError, nccl.NcclMissingError) as error:
+        return f"{error}"
     return None
 
 

@@ -13,6 +13,7 @@ from gpuguard.deep.transfer import Emit
 
 _ENGINE = 200  # in the tag: no engine of the pairs has this number
 _ROUNDS = 3  # the first one sets up NCCL's connections
+_SMALL = 4096  # another protocol of NCCL's: flags beside the data instead of whole buffers
 _NEXT_RANK = Tag(1, 0, 0, 0).seed - Tag(0, 0, 0, 0).seed
 
 
@@ -34,17 +35,16 @@ def run_collective(uuids: Sequence[str], length: int, emit: Emit) -> None:
 def _all_reduce(
     cuda: DriverCuda, library: ctypes.CDLL, cards: Sequence[int], length: int
 ) -> dict[str, str]:
-    words = length // WORD
     buffers = [
         (cuda.allocate(card, length), cuda.allocate(card, length), cuda.stream(card))
         for card in cards
     ]
     communicators = nccl.Communicators(library, cards)
-    for number in range(_ROUNDS):
-        seed = Tag(0, 0, _ENGINE, number).seed
+    for number, size in enumerate([length] * _ROUNDS + [_SMALL]):
+        seed, words = Tag(0, 0, _ENGINE, number).seed, size // WORD
         for rank, (card, (send, receive, _)) in enumerate(zip(cards, buffers, strict=True)):
-            cuda.fill(card, send, length, seed + rank * _NEXT_RANK)
-            cuda.spread(card, receive, length, Tag(0, 0, _ENGINE, number).poison)
+            cuda.fill(card, send, size, seed + rank * _NEXT_RANK)
+            cuda.spread(card, receive, size, Tag(0, 0, _ENGINE, number).poison)
         communicators.all_reduce(buffers, words)
         for card, (_, receive, _) in zip(cards, buffers, strict=True):
             cuda.wait(card)

@@ -57,22 +57,27 @@ def run_course(
     *,
     progress: Callable[[str], None] | None = None,
     command: Sequence[str] = COMMAND,
+    begin: Callable[[], None] = lambda: None,
 ) -> DeepFacts:
-    """Everything that a deep check finds out."""
+    """Everything that a deep check finds out; ``begin`` is called before the first byte moves."""
     collector = Collector()
     try:
         with guarded(host, wait=request.deadlines.look) as guard:
             supervisor = Supervisor(
                 guard, collector, request.deadlines, command=command, progress=progress
             )
-            return _run(host, request, supervisor, collector)
+            return _run(host, request, supervisor, collector, begin)
     except OutstandingError as error:
         problem = replace(OUTSTANDING, text=error.message)
         return DeepFacts(virtualised=_virtualised(host), problem=problem)
 
 
 def _run(
-    host: Host, request: DeepRequest, supervisor: Supervisor, collector: Collector
+    host: Host,
+    request: DeepRequest,
+    supervisor: Supervisor,
+    collector: Collector,
+    begin: Callable[[], None],
 ) -> DeepFacts:
     looked = supervisor.run({"mode": "look"})
     workloads = tuple(find_workloads(host, collector.processes))
@@ -82,6 +87,7 @@ def _run(
         return DeepFacts(cards=cards, **common, problem=problem)
     common["spans"] = make_spans(fitting(request.size_bytes, collector.cards.values()))
     spans = [asdict(span) for span in common["spans"]]
+    begin()
     ending = supervisor.run_pairs({"only": request.only, "spans": spans})
     cards = collector.chosen(request.only)
     if (problem := _no_pairs(collector, ending)) is not None:

@@ -24,12 +24,16 @@ _GRACE = 10.0  # after KILL the driver takes seconds to tear contexts and memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds for each step: CUDA's start on a host with many cards takes ten and more."""
+    """Seconds for each step: CUDA's start on a host with many cards takes ten and more.
+
+    ``total``: for all steps together; None: as long as they take.
+    """
 
     start: float = 90.0
     look: float = 15.0
     step: float = 30.0
     collective: float = 120.0
+    total: float | None = None
 
     def of(self, step: str) -> float:
         """Seconds for a step by its name."""
@@ -63,18 +67,21 @@ class Supervisor:
         self._deadlines = deadlines
         self._command = tuple(command)
         self._progress = progress
+        self._end = None if deadlines.total is None else Deadline(deadlines.total)
         self.abandoned: str | None = None  # why nothing more may be started
 
     def run(self, request: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Ending:
         """One child, from start to end; what it was at when it ended is marked."""
         if self.abandoned is not None:
             return Ending(self.abandoned)
-        deadline = Deadline(self._deadlines.start)
+        if self._left() <= 0:
+            return Ending(self._too_long())
+        deadline = Deadline(min(self._deadlines.start, self._left()))
         self._collector.begin()
         try:
             self._guard.run(
                 *self._command, json.dumps(request), timeout=deadline, grace=_GRACE,
-                env=_environment() | dict(env or {}),
+                env=environment() | dict(env or {}),
                 on_line=lambda line: self._take(line, deadline),
             )  # fmt: skip
             ending = Ending(None if self._collector.ended else "the child ended early")
@@ -100,19 +107,28 @@ class Supervisor:
     def _take(self, line: str, deadline: Deadline) -> None:
         step = self._collector.take(line)
         if step is not None:
-            deadline.give(self._deadlines.of(step))
+            deadline.give(min(self._deadlines.of(step), self._left()))
             if self._progress is not None:
                 self._progress(self._collector.under_way)
 
+    def _left(self) -> float:
+        return float("inf") if self._end is None else self._end.left()
+
+    def _too_long(self) -> str:
+        return f"not through within {self._deadlines.total:g} s, the limit for all of it"
+
     def _hang(self, deadline: Deadline, error: CommandTimeoutError) -> Ending:
         problem = f"no answer within {deadline.seconds:g} s ({self._collector.under_way})"
+        if self._left() <= 0 and not error.abandoned:  # slow or stuck: nobody can tell
+            return Ending(f"{self._too_long()} ({self._collector.under_way})")
         if error.abandoned:
             problem += ", and the child cannot be killed (abandoned)"
             self.abandoned = f"not tried: {problem}"
         return Ending(problem, hang=True, abandoned=error.abandoned)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """What the child needs of ours: where modules and libraries are."""
     env = {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML and nvidia-smi count

@@ -65,12 +65,11 @@ def _refusals(facts: PreflightFacts) -> Iterator[Refusal]:
             f"let the account {lane.engine.user} read and enter it, and the folders above it: "
             f"namei -l {lane.model.path} shows who may",
         )
-    if facts.p2p.refusal is not None:
+    if facts.p2p.refusal is not None and facts.p2p.gap is not None:
         yield Refusal(
             "lane-p2p-unproven",
             f"requires.p2p is required: {facts.p2p.refusal}",
-            "systemctl restart gpuguard-verify.service, then gpuguard doctor if it fails; "
-            "requires: {p2p: preferred} starts without P2P",
+            f"{facts.p2p.gap.remedy}; requires: {{p2p: preferred}} starts without P2P",
         )
     yield from _mismatch(lane, facts.driver)
     if facts.disk is not None:

@@ -1,7 +1,8 @@
 """``gpuguard lane prepare NAME``: what each start of a lane's unit does first.
 
 Decides the environment from what is proven *now*, also after a boot or a crash, when nobody
-switches. Also refuses a lane that nobody chose: two of them do not fit on the cards.
+switches; moves bytes over the cards where only those are missing. Also refuses a lane that nobody
+chose: two of them do not fit on the cards.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,11 +21,13 @@ from gpuguard.host import Host
 from gpuguard.host.reading import read_bytes
 from gpuguard.probes.kernels import probe_running
 from gpuguard.probes.p2p import probe_pci_gpus
+from gpuguard.serving import nccl_log
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.machine import Step
-from gpuguard.serving.p2p_policy import fingerprint
+from gpuguard.serving.p2p_policy import P2pDecision, fingerprint
+from gpuguard.serving.proving import NOBODY, Prover, make_sure
 from gpuguard.serving.render import cache_dir, env_file
-from gpuguard.serving.sight import driver_of, p2p_of, proof_of
+from gpuguard.serving.sight import driver_of, proof_of
 from gpuguard.serving.store import read_active, read_release, read_switch
 from gpuguard.state import LANE_STATE_DIR
 
@@ -41,29 +45,47 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def prepare(host: Host, name: str) -> Prepared:
+def prepare(
+    host: Host,
+    name: str,
+    prover: Prover = NOBODY,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Prepared:
     """Write the environment of the next start, make its cache, move aside what is outdated.
+
+    Args:
+        host: where.
+        name: of the lane.
+        prover: who moves bytes where a proof by bytes is missing.
+        progress: told what takes long.
 
     Raises:
         PreflightError: it must not start.
         ProbeError, StateError: what is recorded cannot be read.
     """
     lane = _chosen(host, name)
-    decision = p2p_of(host, lane)
-    if decision.refusal is not None:
-        raise PreflightError(
-            f"lane {name} requires P2P, and is not started: {decision.refusal}",
-            code="lane-p2p-unproven",
-            hint="gpuguard doctor; then systemctl restart gpuguard-verify.service and "
-            f"systemctl start {lane.unit}",
-        )
+    # Without P2P it can start: once tried in vain is enough, or each crash would cost minutes.
+    again = lane.requires.p2p == "required"
+    decision = make_sure(host, lane, prover, progress, again=again)
+    _refuse_unproven(lane, decision)
     notes = [decision.note] if decision.note else []
     folder = _make_cache(host, lane)
     moved = _drop_outdated(host, lane, folder)
     notes += [f"moved aside, made for another driver, module or set of cards: {p}" for p in moved]
-    lines = "".join(f"{key}={value}\n" for key, value in decision.environment.items())
+    nccl_log.forget(host, lane)
+    environment = {**decision.environment, **nccl_log.variables(lane)}
+    lines = "".join(f"{key}={value}\n" for key, value in environment.items())
     host.replace_file(env_file(name), f"# gpuguard lane prepare {name}\n{lines}".encode())
-    return Prepared(lane_id=lane.lane_id, environment=decision.environment, notes=tuple(notes))
+    return Prepared(lane_id=lane.lane_id, environment=environment, notes=tuple(notes))
+
+
+def _refuse_unproven(lane: Lane, decision: P2pDecision) -> None:
+    if decision.refusal is not None and decision.gap is not None:
+        raise PreflightError(
+            f"lane {lane.name} requires P2P, and is not started: {decision.refusal}",
+            code="lane-p2p-unproven",
+            hint=f"{decision.gap.remedy}; then systemctl start {lane.unit}",
+        )
 
 
 def _chosen(host: Host, name: str) -> Lane:

@@ -11,6 +11,7 @@ from typing import Any
 
 from gpuguard.serving.engine import Answer
 from gpuguard.serving.lane import Lane
+from gpuguard.serving.p2p_policy import crosses_cards
 from gpuguard.serving.reading import fatal_line, hangs_in_nccl, pool_tokens, transports
 from gpuguard.serving.systemd import UnitState
 
@@ -112,6 +113,7 @@ class Evidence:
     metrics: str
     lines: tuple[str, ...] | None
     version: str | None
+    nccl: tuple[str, ...] = ()  # what NCCL wrote into files of its own
 
 
 def identity_problem(lane: Lane, seen: Evidence) -> str | None:
@@ -143,9 +145,20 @@ def _pool_problem(lane: Lane, seen: Evidence) -> str | None:
 
 
 def _transport_problem(lane: Lane, seen: Evidence) -> str | None:
-    found = transports(seen.lines or ())
-    if lane.requires.p2p == "required" and found and "P2P" not in found:
-        return f"NCCL goes via {', '.join(sorted(found))}, and the lane requires P2P"
+    if lane.requires.p2p != "required" or not crosses_cards(lane):
+        return None
+    found = transports((*seen.nccl, *(seen.lines or ())))
+    if not found:
+        return (
+            "how NCCL connects the cards cannot be seen, and the lane requires P2P: gpuguard asks "
+            "NCCL to write it down unless env of the lane sets NCCL_DEBUG, NCCL_DEBUG_SUBSYS or "
+            "NCCL_DEBUG_FILE; leave those out"
+        )
+    if found != {"P2P"}:
+        return (
+            f"NCCL goes via {', '.join(sorted(found))}, and the lane requires P2P between all "
+            "cards (gpuguard doctor names the NCCL_P2P_LEVEL that these cards need)"
+        )
     return None
 
 
@@ -154,6 +167,9 @@ def identity_notes(lane: Lane, seen: Evidence) -> tuple[str, ...]:
     notes = []
     if seen.lines is None:
         notes.append("the journal of the lane cannot be read")
-    elif lane.requires.p2p == "required" and not transports(seen.lines):
-        notes.append("how NCCL connects the cards is not in the log (NCCL_DEBUG=INFO shows it)")
+    if lane.requires.p2p == "preferred" and crosses_cards(lane):
+        found = transports((*seen.nccl, *(seen.lines or ())))
+        if found != {"P2P"}:
+            how = f"goes via {', '.join(sorted(found))}" if found else "does not tell"
+            notes.append(f"P2P is preferred, and NCCL {how}")
     return tuple(notes)

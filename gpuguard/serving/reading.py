@@ -21,7 +21,8 @@ _POOL = re.compile(r"(?:GPU|CPU) KV cache size: ([\d,]+) tokens")
 _INFO = re.compile(r'^vllm:cache_config_info\{.*?\bkv_cache_size_tokens="(\d+)"', re.MULTILINE)
 _BLOCK = re.compile(r"Setting attention block size to (\d+) tokens")
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{[^\n]*\})? ([-+.\deE]+|NaN|[+-]Inf)$", re.MULTILINE)
-_TRANSPORT = re.compile(r"\bvia (P2P|SHM|NET)\b")
+#: NCCL_DEBUG=INFO: ``NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM`` (2.18 to 2.28).
+_TRANSPORT = re.compile(r"\bNCCL INFO Channel .* -> .* via (P2P|SHM|NET)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ _INNER_MODELS = "/models"
 _INNER_CACHE = "/cache"
 _START_PER_HOUR = 3
 _AFTER_SHUTDOWN = 20.0  # between the engine's own limit and systemd's SIGKILL
+_AROUND_PROOF = 60.0  # what was killed takes seconds to leave the cards
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 _HEALTH = (
     "import urllib.request; "
@@ -120,10 +121,17 @@ def _restart(lane: Lane) -> str:
     # that it can finish what its workers are doing.
     return f"""Restart=always
 RestartSec=15
-TimeoutStartSec={lane.timeouts.first_start:g}
+TimeoutStartSec={_start_limit(lane):g}
 TimeoutStopSec={lane.timeouts.stop + _AFTER_SHUTDOWN:g}
 KillMode=mixed
 """
+
+
+def _start_limit(lane: Lane) -> float:
+    # lane prepare may have to wait for free cards, and then to move bytes over them
+    proving = lane.timeouts.memory + lane.timeouts.prove + _AROUND_PROOF
+    is_proving = lane.wants_p2p and lane.requires.proof == "bytes"
+    return lane.timeouts.first_start + (proving if is_proving else 0.0)
 
 
 def _variables(lane: Lane, cache: str) -> dict[str, str]:

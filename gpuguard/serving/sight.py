@@ -22,14 +22,14 @@ from gpuguard.host.reading import read_text
 from gpuguard.probes.driver import probe_driver
 from gpuguard.probes.kernels import probe_running
 from gpuguard.probes.p2p import probe_pci_gpus
-from gpuguard.proof import Proof, read_proof
+from gpuguard.proof import Proof, read_deep_proof, read_proof
 from gpuguard.serving.access import access_problem
 from gpuguard.serving.alignment import ModelShape, parse_shape
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.lane_file import lane_names
 from gpuguard.serving.lint import Problem, Surroundings, lint
 from gpuguard.serving.manifest import model_problem
-from gpuguard.serving.p2p_policy import P2pDecision, decide
+from gpuguard.serving.p2p_policy import P2pDecision, Proofs, decide
 from gpuguard.serving.preflight import PreflightFacts
 from gpuguard.state import LANE_STATE_DIR
 
@@ -98,6 +98,19 @@ def proof_of(host: Host) -> Proof | None:
         return None
 
 
+def proofs_of(host: Host) -> Proofs:
+    """Both proofs of this boot, and why one that is there cannot be believed."""
+    found = Proofs()
+    try:
+        found = replace(found, grant=read_proof(host))
+    except (ProbeError, StateError) as error:
+        found = replace(found, grant_problem=error.message)
+    try:
+        return replace(found, deep=read_deep_proof(host))
+    except (ProbeError, StateError) as error:
+        return replace(found, deep_problem=error.message)
+
+
 def driver_of(host: Host) -> DriverFacts:
     """Versions of the driver; ``problem`` where they cannot be looked at."""
     try:
@@ -108,7 +121,7 @@ def driver_of(host: Host) -> DriverFacts:
 
 def p2p_of(host: Host, lane: Lane) -> P2pDecision:
     """What the lane's P2P requirement means now."""
-    return decide(lane, proof_of(host), probe_running(host), driver_of(host))
+    return decide(lane, proofs_of(host), probe_running(host), driver_of(host))
 
 
 def look_before(

@@ -6,18 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpuguard.errors import CommandError, ConfigError
+from gpuguard.errors import CommandError, ConfigError, ProbeError
 from gpuguard.host import Host
+from gpuguard.host.reading import read_text
 from gpuguard.serving import store
 from gpuguard.serving.engine import Engine
 from gpuguard.serving.front import Front, FrontError
 from gpuguard.serving.front_config import Route, ServerState
 from gpuguard.serving.install import installed_text
+from gpuguard.serving.lane import POLICY_VARIABLE
 from gpuguard.serving.lane_file import lane_names, read_lane
 from gpuguard.serving.lanes import active_release, is_edited
 from gpuguard.serving.machine import Switch
+from gpuguard.serving.p2p_policy import P2pDecision
 from gpuguard.serving.readiness import served
 from gpuguard.serving.reading import Load, parse_load
+from gpuguard.serving.render import env_file
 from gpuguard.serving.sight import p2p_of
 from gpuguard.serving.store import Active, Release
 from gpuguard.serving.systemd import Systemd, UnitState
@@ -50,6 +54,8 @@ class LanesStatus:
     server: ServerState | None
     listen: str | None
     notices: tuple[Notice, ...]
+    p2p: P2pDecision | None = None  # of the active lane, as it would be decided now
+    p2p_is_off: bool | None = None  # since its last start; None: it had none since the boot
 
     @property
     def verdict(self) -> str:
@@ -90,6 +96,8 @@ def look_at_lanes(host: Host) -> LanesStatus:
         server=server,
         listen=front.listen(),
         notices=(),
+        p2p=None if release is None else p2p_of(host, release.lane),
+        p2p_is_off=None if release is None else _is_off(host, release.lane.name),
     )
     found = list(_notices(host, looked, unit_problem, front_problem))
     fields = {name: getattr(looked, name) for name in LanesStatus.__dataclass_fields__}
@@ -146,6 +154,7 @@ def _notices(
     yield from _front(seen, front_problem)
     if seen.release is not None:
         yield from _files(host, seen.release)
+        yield from _p2p(seen.release, seen)
 
 
 def _serving(seen: LanesStatus, unit_problem: str | None) -> Iterator[Notice]:
@@ -213,15 +222,34 @@ def _files(host: Host, release: Release) -> Iterator[Notice]:
             f"{release.files[-1].path} is not as gpuguard wrote it",
             "gpuguard lane resume writes it anew; put own settings into the lane file",
         )
-    decision = p2p_of(host, lane)
-    problem = decision.refusal or decision.note
-    if problem is not None:
+
+
+def _p2p(release: Release, seen: LanesStatus) -> Iterator[Notice]:
+    lane = release.lane
+    gap = None if seen.p2p is None else seen.p2p.gap
+    if gap is not None:
         yield Notice(
             "lane-p2p-unproven",
             "warning",
-            f"requires.p2p is {lane.requires.p2p}: {problem}",
-            "gpuguard doctor; systemctl restart gpuguard-verify.service",
+            f"requires.p2p is {lane.requires.p2p}: {gap.problem}",
+            gap.remedy,
         )
+    elif lane.wants_p2p and seen.p2p_is_off:
+        yield Notice(
+            "lane-p2p-off",
+            "warning",
+            f"{lane.lane_id} was started with P2P off, before it was proven",
+            f"systemctl restart {lane.unit}, after gpuguard lane drain",
+        )
+
+
+def _is_off(host: Host, name: str) -> bool | None:
+    """By what ``lane prepare`` wrote for its last start."""
+    try:
+        text = read_text(host, env_file(name))
+    except ProbeError:
+        return None
+    return None if text is None else f"{POLICY_VARIABLE}=1" in text.splitlines()
 
 
 def lane_rows(host: Host) -> tuple[dict[str, Any], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuguard.errors import GpuguardError
@@ -21,9 +21,17 @@ from gpuguard.serving.lane import Lane, unit_of
 from gpuguard.serving.machine import Role, Step, Switch
 from gpuguard.serving.memory import remember_baseline, wait_until_free
 from gpuguard.serving.preflight import Refusal, refusals
+from gpuguard.serving.proving import NOBODY, Prover, foresee, make_sure
 from gpuguard.serving.readiness import identity_notes, identity_problem
 from gpuguard.serving.reading import parse_load, pool_tokens
-from gpuguard.serving.sight import check_lane, disk_problem, look_before, port_problem, proof_of
+from gpuguard.serving.sight import (
+    check_lane,
+    disk_problem,
+    look_before,
+    p2p_of,
+    port_problem,
+    proof_of,
+)
 from gpuguard.serving.smoke import PASS, run_smoke
 from gpuguard.serving.store import Release
 from gpuguard.serving.strangers import stranger_problem
@@ -40,6 +48,7 @@ class Settings:
     """What is the same for all lanes of a host."""
 
     retry_after: int = 30
+    prover: Prover = field(default=NOBODY)
 
 
 class Steps:
@@ -55,6 +64,7 @@ class Steps:
         self._host = host
         self._pending = {release.release_id: release for release in pending}
         self._progress = progress
+        self._prover = settings.prover
         self._systemd = Systemd(host)
         self._watch = Watch(host, self._systemd, progress)
         self._front = Front(host, settings.retry_after)
@@ -115,8 +125,9 @@ class Steps:
             front=front,
             progress=self._progress,
         )
+        facts = replace(facts, p2p=foresee(self._host, lane, self._prover))
         if facts.p2p.note is not None:
-            self._note(f"{lane.lane_id} {facts.p2p.note}")
+            self._note(f"{lane.lane_id}: {facts.p2p.note}")
         if lane.engine.gpus == "all" and switch.role is Role.NEW:  # later it is the stop that looks
             ours = {*self._names(), *(one.rpartition("-")[0] for one in switch.lanes)}
             problem, note = stranger_problem(self._host, frozenset(ours))
@@ -236,11 +247,23 @@ class Steps:
         state = self._systemd.show(lane.unit)
         if state.is_stopped and (problem := port_problem(lane.port)) is not None:
             return problem
+        if state.is_stopped and (unproven := self._prove(lane)) is not None:
+            return unproven
         if install_release(self._host, release) or state.needs_reload:
             self._systemd.reload()
         if state.is_stopped:  # else it runs already: this is the second time after a crash
             self._systemd.start(lane.unit)
         return None
+
+    def _prove(self, lane: Lane) -> str | None:
+        """The old lane has stopped: now bytes can show what the new one wants to know."""
+        before = p2p_of(self._host, lane)
+        decision = make_sure(self._host, lane, self._prover, self._progress, again=True)
+        if decision.note is not None:
+            self._note(f"{lane.lane_id}: {decision.note}")
+        elif before.gap is not None and decision.gap is None:
+            self._note("P2P was proven by bytes over every pair of cards, and by an all-reduce")
+        return None if decision.refusal is None else f"requires P2P: {decision.refusal}"
 
     def _ready(self, switch: Switch) -> str | None:
         lane = self._release(switch.target).lane

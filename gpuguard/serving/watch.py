@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from gpuguard.host import Host
 from gpuguard.host.reading import read_bytes
+from gpuguard.serving import nccl_log
 from gpuguard.serving.engine import Engine
 from gpuguard.serving.install import installed_text
 from gpuguard.serving.lane import Lane
@@ -104,6 +105,7 @@ class Watch:
             metrics=engine.get("/metrics").text,
             lines=self._systemd.log(unit),
             version=version.get("version") if isinstance(version, dict) else None,
+            nccl=nccl_log.lines(self._host, lane),
         )
 
     def _command_of(self, unit: UnitState) -> tuple[str, ...] | None:

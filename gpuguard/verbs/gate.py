@@ -20,6 +20,7 @@ from gpuguard.proof import (
     GateResult,
     Proof,
     boot_id,
+    remove_deep_proof,
     remove_proof,
     write_gate_result,
     write_proof,
@@ -62,6 +63,8 @@ def pass_gate(host: Host, expected: Expectation, *, wait: float, timeout: float)
     proof = _proof(host, facts, verification) if is_open(verification) else None
     if proof is not None:
         write_proof(host, proof)
+    else:
+        remove_deep_proof(host)  # what bytes have shown was shown of another state
     line = gate_line(facts, verification, nodes=nodes)
     record_result(host, verification.verdict, line)
     notes = _close_window(host, verification, proof)

@@ -1,7 +1,8 @@
 """A stand-in for NVIDIA's bindings: the calls that gpuguard makes, on the CPU's memory.
 
-A module ``standin_options`` on the path has ``CARDS`` (how many) and ``MIRROR`` ("0-1": what
-card 0 writes to card 1, or reads there, comes back to itself). Kernels are the real source, compiled for the CPU. Addresses are checked, access between
+A module ``standin_options`` on the path has ``CARDS`` (how many), ``MIRROR`` ("0-1": what
+card 0 writes to card 1, or reads there, comes back to itself) and, if it likes, ``HANG`` ("0-1":
+a copy from card 0 to card 1 never ends). Kernels are the real source, compiled for the CPU. Addresses are checked, access between
 cards must have been opened, and strings come back padded, as the real bindings give them.
 """
 
@@ -197,6 +198,8 @@ def cuEventDestroy(_event: int) -> tuple[int]:
 
 
 def _move(dst: int, src: int, length: int, stream: int) -> tuple[int]:
+    while f"{_owner(src, length)}-{_owner(dst, length)}" == getattr(_OPTIONS, "HANG", ""):
+        time.sleep(1)
     owners = _owner(dst, length), _owner(src, length)
     if stream != 1000 + _current[0]:
         return (_INVALID,)
