@@ -139,7 +139,9 @@ def _words(name: str, label: str) -> set[str]:
     if label == "probe":
         return {*Probe}
     said = BY_NAME[name].values if name in BY_NAME else ""
-    return set(re.findall(r"\w+", said.split(f"{label}:", 1)[1])) if f"{label}:" in said else set()
+    return (
+        set(re.findall(r"[\w-]+", said.split(f"{label}:", 1)[1])) if f"{label}:" in said else set()
+    )
 
 
 def _labels(name: str) -> frozenset[str] | None:

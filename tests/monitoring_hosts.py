@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from gpuguard.core.metrics import METRICS, Sample
 from gpuguard.core.samples_deep import COLLECTIVE_VERDICTS, TRANSFER_VERDICTS
+from gpuguard.core.samples_lanes import OUTCOMES
 from gpuguard.exporter.exposition import prometheus_text
 from tests.monitoring import vllm_metrics
 
@@ -18,10 +19,12 @@ _VALUES = {
     "where": ("loaded", "disk", "initramfs"), "kernel": KERNELS, "role": ("running", "next"),
     "result": ("done", "failed"), "kind": ("security", "other"), "engine": ("ce", "sm"),
     "operation": ("read", "write"), "ready": ("true", "false"),
-    "probe": ("kernel", "driver", "topo", "pci", "holds", "rebuild", "gate", "transfer"),
+    "probe": ("kernel", "driver", "topo", "pci", "holds", "rebuild", "gate", "lanes", "transfer"),
+    "outcome": OUTCOMES,
 }  # fmt: skip
-#: Verdicts of the last deep check, the good one first.
-_DEEP = {
+#: States of which one holds, the good one first.
+_STATES = {
+    "gpuguard_lane_last_switch_outcome": OUTCOMES,
     "gpuguard_p2p_collective_verdict": COLLECTIVE_VERDICTS,
     "gpuguard_p2p_transfers": TRANSFER_VERDICTS,
 }
@@ -31,7 +34,7 @@ _ZERO = (
     "gpuguard_holds_ineffective", "gpuguard_holds_foreign", "gpuguard_rebuild_queued",
     "gpuguard_p2p_unavailable", "gpuguard_iommu_translating", "gpuguard_findings",
     "gpuguard_pci_acs_redirecting_bridges", "gpuguard_automatic_run_last_exit_status",
-    "gpuguard_withheld_upgrades",
+    "gpuguard_withheld_upgrades", "gpuguard_lane_switching", "gpuguard_lane_switch_step",
 )  # fmt: skip
 
 
@@ -70,8 +73,8 @@ class EveryMetric:
         }  # fmt: skip
         if name in ("gpuguard_verdict", "gpuguard_gate_verdict"):
             return float(labels == (self.verdict,))
-        if name in _DEEP:
-            return float(labels == (_DEEP[name][0],))
+        if name in _STATES:
+            return float(labels == (_STATES[name][0],))
         if name.startswith("gpuguard_rebuild") and labels == ("failed",):
             return fixed.get(f"{name} failed", 0)
         if "timestamp_seconds" in name:
@@ -82,8 +85,8 @@ class EveryMetric:
         cards = range(self.cards)
         if name == "gpuguard_gpu_info":
             yield from ((self.uuid(c), str(c), "RTX 5090", f"0000:{c + 1:02x}:00.0") for c in cards)
-        elif name in _DEEP:
-            yield from ((verdict,) for verdict in _DEEP[name])
+        elif name in _STATES:
+            yield from ((verdict,) for verdict in _STATES[name])
         elif name == "gpuguard_kernel_ready":
             yield from zip(KERNELS, ("running", "next"), strict=True)
         else:
