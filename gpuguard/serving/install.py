@@ -39,3 +39,12 @@ def install_release(host: Host, release: Release) -> bool:
 def installed_text(host: Host, release: Release) -> str | None:
     """What stands where systemd, or its generator, reads the release's unit from."""
     return read_text(host, release.files[-1].path)
+
+
+def altered_files(host: Host, release: Release) -> tuple[str, ...]:
+    """Files of a release that are not as they were written; also those that are gone.
+
+    Raises:
+        ProbeError: one cannot be read.
+    """
+    return tuple(f.path for f in release.files if read_text(host, f.path) != f.text)

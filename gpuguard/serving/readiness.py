@@ -6,11 +6,13 @@ while an engine drains, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gpuguard.serving.containers import Container, Mount
 from gpuguard.serving.engine import Answer
-from gpuguard.serving.lane import Lane
+from gpuguard.serving.lane import RESERVED_ENV, Lane, arguments
 from gpuguard.serving.p2p_policy import crosses_cards
 from gpuguard.serving.reading import fatal_line, hangs_in_nccl, pool_tokens, transports
 from gpuguard.serving.systemd import UnitState
@@ -103,30 +105,62 @@ def waits_for(glance: Glance) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the running lane shows of itself; ``command`` is of the main process, if it is ours."""
+    """What the running lane shows of itself.
+
+    ``altered``: files of the lane that are not as they were written. ``command``: of the main
+    process, if the engine is not in a container. ``container_problem``: why it cannot be seen.
+    """
 
     unit: UnitState
-    rendered: str  # content of the file that systemd or its generator reads
-    on_disk: str | None
+    altered: tuple[str, ...]
     command: tuple[str, ...] | None
     expected_command: tuple[str, ...] | None
     metrics: str
     lines: tuple[str, ...] | None
     version: str | None
     nccl: tuple[str, ...] = ()  # what NCCL wrote into files of its own
+    drop_ins: tuple[str, ...] = ()
+    container: Container | None = None
+    container_problem: str | None = None
 
 
 def identity_problem(lane: Lane, seen: Evidence) -> str | None:
     """Why what runs is not what the lane says; None: it is, as far as can be seen."""
-    if seen.on_disk != seen.rendered or seen.unit.needs_reload:
-        return f"the files of {seen.unit.name} are not those that were written for this start"
+    if seen.altered or seen.unit.needs_reload:
+        named = f": {', '.join(seen.altered)}" if seen.altered else ""
+        return f"the files of {seen.unit.name} are not those that were written for it{named}"
     if seen.expected_command is not None:
         wanted = seen.expected_command[1:]
         if seen.command is None or seen.command[-len(wanted) :] != wanted:
             return f"process {seen.unit.pid} does not have the arguments of the lane"
+    if seen.container_problem is not None:
+        return seen.container_problem
+    if seen.container is not None:
+        for wrong in _container_problems(lane, seen.container):
+            return f"container lane-{lane.name} {wrong}"
     if lane.expect.version is not None and seen.version != lane.expect.version:
         return f"the engine is {seen.version or 'of unknown version'}, not {lane.expect.version}"
     return _pool_problem(lane, seen) or _transport_problem(lane, seen)
+
+
+def _container_problems(lane: Lane, seen: Container) -> Iterator[str]:
+    if not seen.is_running:
+        yield "does not run"
+    if not seen.lane_image:
+        yield f"runs, and its image {lane.engine.image} is not on this machine any more"
+    elif seen.image != seen.lane_image:
+        yield f"is of image {seen.image[:12]}, the lane's is {seen.lane_image[:12]}"
+    wanted = arguments(lane)
+    if wanted and seen.command[-len(wanted) :] != wanted:
+        yield "does not have the arguments of the lane"
+    own = {key: value for key, value in lane.env.items() if key not in RESERVED_ENV}
+    for key, value in (own | seen.prepared).items():
+        if seen.environment.get(key) != value:
+            yield f"does not have the lane's value of {key}"
+    for mount in (Mount(seen.model, is_writable=False), Mount(seen.cache, is_writable=True)):
+        if mount not in seen.mounts:
+            how = "writable" if mount.is_writable else "read-only"
+            yield f"does not see {mount.source}, {how}"
 
 
 def _pool_problem(lane: Lane, seen: Evidence) -> str | None:
@@ -165,6 +199,8 @@ def _transport_problem(lane: Lane, seen: Evidence) -> str | None:
 def identity_notes(lane: Lane, seen: Evidence) -> tuple[str, ...]:
     """What could not be seen, and should be said."""
     notes = []
+    if seen.drop_ins:
+        notes.append(f"drop-ins have a say in how it runs: {', '.join(seen.drop_ins)}")
     if seen.lines is None:
         notes.append("the journal of the lane cannot be read")
     if lane.requires.p2p == "preferred" and crosses_cards(lane):

@@ -15,6 +15,7 @@ _LINES = 400
 _PROPERTIES = (
     "LoadState", "ActiveState", "SubState", "Result", "MainPID", "NRestarts", "InvocationID",
     "FragmentPath", "SourcePath", "NeedDaemonReload", "ExecMainStatus", "ExecMainCode",
+    "DropInPaths",
 )  # fmt: skip
 _STOPPED = frozenset({"inactive", "failed"})
 
@@ -35,6 +36,7 @@ class UnitState:
     source: str = ""
     needs_reload: bool = False
     exit_status: int = 0
+    drop_ins: tuple[str, ...] = ()
 
     @property
     def is_stopped(self) -> bool:
@@ -63,6 +65,9 @@ def parse_show(name: str, text: str) -> UnitState:
         source=values.get("SourcePath", ""),
         needs_reload=values.get("NeedDaemonReload") == "yes",
         exit_status=_number(values.get("ExecMainStatus")),
+        drop_ins=tuple(
+            path for path in values.get("DropInPaths", "").split() if not path.startswith("/usr/")
+        ),
     )
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from gpuguard.host import Host
 from gpuguard.host.reading import read_bytes
 from gpuguard.serving import nccl_log
+from gpuguard.serving.containers import container_drop_ins, look_at_container
 from gpuguard.serving.engine import Engine
-from gpuguard.serving.install import installed_text
+from gpuguard.serving.install import altered_files
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.readiness import Evidence, Glance, is_ready, lost, waits_for, wrong_model
-from gpuguard.serving.render import command
+from gpuguard.serving.render import cache_dir, command
 from gpuguard.serving.store import Release
 from gpuguard.serving.systemd import Systemd, UnitState
 
@@ -96,10 +97,17 @@ class Watch:
         engine = Engine(lane.port)
         version = engine.get("/version").document
         is_venv = lane.engine.backend == "venv"
+        container, unseen = (
+            (None, None)
+            if is_venv
+            else look_at_container(self._host, lane, cache_dir(lane.lane_id))
+        )
         return Evidence(
             unit=unit,
-            rendered=release.files[-1].text,
-            on_disk=installed_text(self._host, release),
+            altered=altered_files(self._host, release),
+            drop_ins=(*unit.drop_ins, *container_drop_ins(self._host, lane)),
+            container=container,
+            container_problem=unseen,
             command=self._command_of(unit) if is_venv else None,
             expected_command=command(lane) if is_venv else None,
             metrics=engine.get("/metrics").text,
