@@ -12,10 +12,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +130,46 @@ class Fleet:
             },
         )  # fmt: skip
         return Run(done.returncode, done.stdout)
+
+
+class Wall(threading.Thread):
+    """Starts a machine again whenever it goes down for a reboot."""
+
+    def __init__(self, name: str, system: Machine, fleet: Fleet) -> None:
+        super().__init__(daemon=True)
+        self.host = name
+        self.system = system
+        self.fleet = fleet
+        self.boots = 0
+        self.before_boot: Callable[[], object] = lambda: None
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.2):
+            if not self.system.is_running:
+                self.before_boot()
+                self.system.come_back()
+                self.fleet.booted(self.host, self.system)
+                self.boots += 1
+
+    def stop(self) -> None:
+        self._over.set()
+        if self.is_alive():
+            self.join()
+
+
+@contextmanager
+def held_back(system: Machine) -> Iterator[None]:
+    """Somebody inside holds a reboot back."""
+    words = ("--what=shutdown", "--mode=block", "--who=test", "--why=a test", "sleep", "infinity")
+    with system.start("systemd-inhibit", *words) as holder:
+        try:
+            system.wait_for(
+                lambda: "a test" in system.run("systemd-inhibit", "--list").stdout, 30, "held"
+            )
+            yield
+        finally:
+            os.killpg(holder.pid, signal.SIGKILL)
 
 
 @contextmanager

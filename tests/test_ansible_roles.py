@@ -50,6 +50,12 @@ def every_task() -> Iterator[tuple[str, dict[str, Any]]]:
             yield str(path.relative_to(ANSIBLE)), task
 
 
+def _includes(task: dict[str, Any], tasks: str) -> bool:
+    file = task.get("ansible.builtin.include_tasks")
+    role = task.get("ansible.builtin.include_role", {})
+    return file == f"{tasks.removesuffix('.yml')}.yml" or role.get("tasks_from") == tasks
+
+
 @pytest.mark.slow
 def test_ansible_lint_finds_nothing_in_its_production_profile() -> None:
     done = subprocess.run(
@@ -120,13 +126,74 @@ def test_holds_are_gpuguards_business() -> None:
         assert "apt-mark" not in str(task), where
 
 
-def test_a_reboot_waits_for_gpuguards_word() -> None:
+def test_a_reboot_waits_for_gpuguards_word_and_for_who_holds_it_back() -> None:
     reboots = [(where, task) for where, task in every_task() if "ansible.builtin.reboot" in task]
-    assert len(reboots) == 2
-    for where, task in reboots:
-        condition = str(task["when"])
-        assert re.search(r"reboot\.required|is_waiting", condition), where
-        assert ".safe" in condition, where
+    ((where, task),) = reboots
+    assert where == "roles/gpuguard/tasks/restart.yml"
+    words = task["ansible.builtin.reboot"]["reboot_command"].split()
+    assert words == ["systemctl", "reboot", "--check-inhibitors=yes"]
+    callers = [(where, task) for where, task in every_task() if _includes(task, "restart")]
+    assert {where for where, _ in callers} == {
+        "roles/nvidia_driver/tasks/reboot.yml", "roles/nvidia_driver/tasks/restart.yml",
+        "tasks/upgrade_window.yml",
+    }  # fmt: skip
+    for where, task in callers:
+        if where != "roles/nvidia_driver/tasks/restart.yml":  # included by the first one alone
+            condition = str(task["when"])
+            assert re.search(r"reboot\.required|is_waiting", condition), where
+            assert ".safe" in condition, where
+
+
+def test_nobody_is_rebooted_who_did_not_ask() -> None:
+    assert load(ANSIBLE / "roles/nvidia_driver/defaults/main.yml")["nvidia_driver_reboot"] is False
+    (task,) = [t for where, t in every_task() if _includes(t, "restart.yml")]
+    assert "nvidia_driver_reboot" in task["when"]
+
+
+def test_what_runs_the_roles_is_pinned() -> None:
+    from packaging.requirements import Requirement
+
+    for text in ansible_kit.project()["optional-dependencies"]["ansible"]:
+        operators = {one.operator for one in Requirement(text).specifier}
+        assert operators & {"==", "~=", "<", "<="}, f"{text}: no upper bound"
+    wanted = load(ANSIBLE / "requirements.yml")
+    for entry in (*wanted["roles"], *wanted["collections"]):
+        assert re.fullmatch(r"(==)?\d[\w.]*", str(entry["version"])), entry
+
+
+def test_nothing_is_needed_that_requirements_do_not_name() -> None:
+    named = {entry["name"] for entry in load(ANSIBLE / "requirements.yml")["collections"]}
+    for where, task in every_task():
+        for key in task:
+            collection = key.rpartition(".")[0]
+            assert not collection or collection in {"ansible.builtin", *named}, f"{where}: {key}"
+
+
+def test_files_have_an_owner_and_a_mode_in_quotes() -> None:
+    for where, task in every_task():
+        for module in ("copy", "template", "file"):
+            entry = task.get(f"ansible.builtin.{module}")
+            if entry is None or entry.get("state") in ("absent", "link"):
+                continue
+            assert {entry.get("owner"), entry.get("group")} >= {"root"}, f"{where}: {task['name']}"
+            assert re.fullmatch(r"0[0-7]{3}", str(entry.get("mode"))), f"{where}: {task['name']}"
+            assert isinstance(entry["mode"], str)
+
+
+def test_no_shell_puts_words_together() -> None:
+    for where, task in every_task():
+        assert not {"ansible.builtin.shell", "ansible.builtin.raw"} & set(task), where
+        command = task.get("ansible.builtin.command")
+        assert command is None or set(command) <= {"argv", "creates"}, f"{where}: {task['name']}"
+
+
+def test_handlers_of_the_vllm_role_restart_nothing() -> None:
+    for task in load(ANSIBLE / "roles/vllm/handlers/main.yml"):
+        unit = task["ansible.builtin.systemd_service"]
+        assert unit.get("daemon_reload") or unit["state"] == "reloaded", task["name"]
+    for where, task in every_task():
+        unit = task.get("ansible.builtin.systemd_service", {})
+        assert "lane" not in str(unit.get("name", "")), f"{where}: lanes are gpuguard's"
 
 
 def test_systemd_is_not_told_to_reload_everything() -> None:

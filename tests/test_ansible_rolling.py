@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
+from gpuguard.serving.store import ACTIVE_FILE
+from gpuguard.state import WINDOW_FILE, WINDOWS_DIR
 from tests import ansible_kit, booted_roots
-from tests.ansible_kit import Fleet, Run
+from tests.ansible_kit import Fleet, Run, Wall
 from tests.booted import Machine, machine
 from tests.booted_roots import RELEASES, build_wheel, get_base, install_gpuguard, overlay, publish
 from tests.realroot import chroot, mounted
@@ -37,37 +38,34 @@ _LANE = {
 _PROVEN = (("closed", "ok"), ("closed", "warning"))
 
 
-class Wall(threading.Thread):
-    """Starts a machine again whenever it goes down for a reboot."""
-
-    def __init__(self, name: str, system: Machine, fleet: Fleet) -> None:
-        super().__init__(daemon=True)
-        self.host = name
-        self.system = system
-        self.fleet = fleet
-        self.boots = 0
-        self.before_boot: Callable[[], None] = lambda: None
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        while not self._over.wait(0.2):
-            if not self.system.is_running:
-                self.before_boot()
-                self.system.come_back()
-                self.fleet.booted(self.host, self.system)
-                self.boots += 1
-
-    def stop(self) -> None:
-        self._over.set()
-        self.join()
-
-
 class Hosts:
     """Two hosts that gpuguard looks after; the first one serves."""
 
     def __init__(self, fleet: Fleet, walls: dict[str, Wall]) -> None:
         self.fleet = fleet
         self.walls = walls
+        self.record = b""
+
+    def keep_record(self) -> None:
+        """Of the window of gpu1 that waits for its boot."""
+        self.record = self.system("gpu1").path(WINDOW_FILE).read_bytes()
+
+    def let_it_wait_again(self) -> None:
+        """As if the window of gpu1 had not seen its boot yet: no apt, and minutes less."""
+        self.system("gpu1").path(WINDOW_FILE).write_bytes(self.record)
+        for wall in self.walls.values():
+            wall.before_boot = lambda: None
+
+    def stopped_at_gpu1(self, *said: str) -> Run:
+        """A run that must end there, out of service, with these words."""
+        boots = self.walls["gpu2"].boots
+        run = self.upgrade()
+        output = " ".join(run.output.split())
+        assert run.returncode != 0, run.output
+        assert not run.reached("gpu2")
+        assert self.walls["gpu2"].boots == boots
+        assert [words for words in said if words not in output] == [], run.output
+        return run
 
     def system(self, name: str) -> Machine:
         return self.walls[name].system
@@ -135,9 +133,10 @@ def _guarded(folder: Path, wheel: Path, *, serves: bool) -> Iterator[Machine]:
 
 def _furnish_serving(root: Path) -> None:
     ansible_kit.install_stub_engine(root)
-    lane = root / "etc/gpuguard/lanes/tiny.yaml"
-    lane.parent.mkdir(parents=True)
-    lane.write_text(yaml.safe_dump(_LANE))
+    lanes = root / "etc/gpuguard/lanes"
+    lanes.mkdir(parents=True)
+    for name in ("tiny", "other"):
+        (lanes / f"{name}.yaml").write_text(yaml.safe_dump({**_LANE, "name": name}))
     packages = root / "tmp/packages"
     packages.mkdir()
     base = get_base(RELEASES[0])
@@ -172,8 +171,8 @@ def test_the_first_host_that_does_not_come_back_proven_ends_the_run(hosts: Hosts
 
 
 def test_two_hosts_one_after_the_other(hosts: Hosts) -> None:
-    for wall in hosts.walls.values():
-        wall.before_boot = lambda: None
+    hosts.walls["gpu1"].before_boot = hosts.keep_record
+    hosts.walls["gpu2"].before_boot = lambda: None
     hosts.system("gpu2").gpuguard("rebuild", check=True)
     hosts.publish(VERSIONS[2])
     boots = {name: wall.boots for name, wall in hosts.walls.items()}
@@ -201,6 +200,52 @@ def test_with_nothing_to_do_nothing_is_done(hosts: Hosts) -> None:
     assert [wall.boots for wall in hosts.walls.values()] == boots
 
 
+def test_a_host_that_cannot_be_drained_is_left_as_it_is(hosts: Hosts) -> None:
+    hosts.let_it_wait_again()
+    boots = hosts.walls["gpu1"].boots
+    hosts.system("gpu1").systemctl("stop", "gpuguard-front.service")
+    run = hosts.stopped_at_gpu1("Take no new requests")
+    assert (run.count("gpu1", "changed"), hosts.walls["gpu1"].boots) == (0, boots)
+    _back_in_service(hosts)
+
+
+def test_what_holds_a_reboot_back_ends_the_run(hosts: Hosts) -> None:
+    hosts.let_it_wait_again()
+    boots = hosts.walls["gpu1"].boots
+    with ansible_kit.held_back(hosts.system("gpu1")):
+        hosts.stopped_at_gpu1("Reboot command failed")
+    assert hosts.walls["gpu1"].boots == boots
+    assert _front(hosts.system("gpu1")) == "503", "it stays out of service"
+
+
+def test_a_window_without_a_verdict_is_not_proven(hosts: Hosts) -> None:
+    hosts.let_it_wait_again()
+    hosts.walls["gpu1"].before_boot = lambda: _close_unseen(hosts.system("gpu1"))
+    hosts.stopped_at_gpu1("gpu1 is not proven")
+
+
+def test_another_lane_after_the_boot_ends_the_run(hosts: Hosts) -> None:
+    system = hosts.system("gpu1")
+    for name in ("other", "tiny"):
+        system.gpuguard("lane", "switch", name, check=True)
+    hosts.let_it_wait_again()
+    hosts.walls["gpu1"].before_boot = lambda: _make_previous_active(system)
+    run = hosts.stopped_at_gpu1("gpu1 served tiny-", '"active": "other-')
+    assert run.count("gpu1", "failed") == 1
+    system.gpuguard("lane", "switch", "tiny", check=True)
+
+
+def test_a_host_that_gets_no_traffic_afterwards_ends_the_run(hosts: Hosts) -> None:
+    system = hosts.system("gpu1")
+    hosts.let_it_wait_again()
+    unit = system.path("/etc/systemd/system/gpuguard-front.service")
+    hosts.walls["gpu1"].before_boot = lambda: shutil.move(unit, unit.with_suffix(".away"))
+    hosts.stopped_at_gpu1("Give the lane traffic again", "front-down")
+    shutil.move(unit.with_suffix(".away"), unit)
+    system.systemctl("daemon-reload")
+    _back_in_service(hosts)
+
+
 def test_what_the_window_refuses_takes_nothing_out_of_service(hosts: Hosts) -> None:
     hosts.publish(UNPATCHED)  # the clone has no source of it
     run = hosts.upgrade()
@@ -216,6 +261,31 @@ def _lose_the_patch(system: Machine) -> None:
         release = folder.parents[1].name
         shutil.rmtree(folder)
         chroot(system.root, "depmod", release)
+
+
+def _back_in_service(hosts: Hosts) -> None:
+    system = hosts.system("gpu1")
+    system.systemctl("start", "gpuguard-front.service")
+    system.gpuguard("lane", "resume", check=True)
+    system.wait_for(lambda: _front(system) == "200", 30, "it serves again")
+
+
+def _close_unseen(system: Machine) -> None:
+    """The record says closed, and nobody has looked."""
+    waiting = system.path(WINDOW_FILE)
+    record = json.loads(waiting.read_text())
+    phases = [*record["phases"], {"phase": "closed", "at": record["phases"][-1]["at"]}]
+    closed = {**record, "phase": "closed", "phases": phases, "verdict": ""}
+    system.path(f"{WINDOWS_DIR}/{record['id']}.json").write_text(json.dumps(closed))
+    waiting.unlink()
+
+
+def _make_previous_active(system: Machine) -> None:
+    """As if somebody had switched while the host was away."""
+    file = system.path(ACTIVE_FILE)
+    record = json.loads(file.read_text())
+    record["lane_id"], record["previous"] = record["previous"], record["lane_id"]
+    file.write_text(json.dumps(record))
 
 
 def _front(system: Machine) -> str:

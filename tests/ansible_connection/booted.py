@@ -25,6 +25,11 @@ options:
     type: path
     required: true
     vars: [{name: ansible_booted_pid_file}]
+  umask:
+    description: That of the account that logs in.
+    type: str
+    default: "0022"
+    vars: [{name: ansible_booted_umask}]
 """
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -44,7 +49,7 @@ class Connection(ConnectionBase):  # type: ignore[misc]
     ) -> tuple[int, bytes, bytes]:
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
         done = subprocess.run(
-            [*self._entered(), "/bin/sh", "-c", cmd],
+            [*self._entered(), "/bin/sh", "-c", f"umask {self.get_option('umask')}; {cmd}"],
             input=in_data or b"", capture_output=True, check=False,
         )  # fmt: skip
         if done.returncode != 0 and done.stderr.startswith(b"nsenter: "):
