@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.booted import Machine
-from tests.booted_roots import RELEASES
+from tests.booted_roots import PROGRAM, RELEASES
 from tests.booted_story import story_machine
 from tests.realroot import REPO, Lab, cache_dir, chroot, mounted
 
@@ -35,8 +35,12 @@ except urllib.error.HTTPError as error:
 except OSError:
     print(0)
 """
+_FETCH = """
+import sys, urllib.request
+print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())
+"""
 _CARDS = {"engine": {"gpus": "all"}, "args": {"tensor-parallel-size": 4},
-          "requires": {"p2p": "required"}}  # fmt: skip
+          "requires": {"p2p": "required", "proof": "grant"}}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,53 @@ def test_forward_and_back(system: Machine) -> None:
     assert lane(system, "status")["verdict"] == "ok"
 
 
+def seen_by_nobody(system: Machine, *words: str) -> dict[str, Any]:
+    """What an ordinary account is told."""
+    done = system.run(PROGRAM, "--json", *words, check=False, user="nobody")
+    assert done.stdout, done.stderr
+    return {"status": done.returncode, **json.loads(done.stdout)}
+
+
+def codes(seen: dict[str, Any]) -> list[str]:
+    return [notice["code"] for notice in seen["notices"]]
+
+
+def test_what_an_ordinary_account_may_not_look_at_is_unknown_to_it(system: Machine) -> None:
+    seen = seen_by_nobody(system, "lane", "status")
+    assert (seen["status"], seen["verdict"]) == (3, "unknown"), seen
+    assert codes(seen) == ["lane-unknown", "front-unknown"]
+    assert (seen["active"].rpartition("-")[0], seen["ready"]) == ("b", True)
+    assert seen["front"]["open"] is None
+    said = system.run(PROGRAM, "lane", "status", check=False, user="nobody").stdout
+    assert "not ready" not in said
+    assert "503" not in said
+    assert seen_by_nobody(system, "lane", "switch", "a", "-n")["error"]["code"] == "front-unknown"
+
+
+def test_what_an_ordinary_account_can_see_is_told(system: Machine) -> None:
+    system.systemctl("stop", "lane-b.service", "gpuguard-front.service")
+    seen = seen_by_nobody(system, "lane", "status")
+    assert (seen["status"], seen["ready"]) == (1, False)
+    assert codes(seen) == ["lane-unknown", "lane-down", "front-down"]
+    system.systemctl("start", "gpuguard-front.service")
+    assert lane(system, "resume")["status"] == 0
+    system.wait_for(lambda: front(system) == 200, 30, "the lane")
+
+
+def metrics(system: Machine) -> dict[str, float]:
+    """Of the daemon as it is confined, those of lanes without labels."""
+    text = system.run("/usr/bin/python3", "-c", _FETCH, "http://127.0.0.1:9838/metrics").stdout
+    found = re.findall(r"^(gpuguard_lane_\w+) (\S+)$", text, re.MULTILINE)
+    return {name.removeprefix("gpuguard_lane_"): float(number) for name, number in found}
+
+
+def test_the_daemon_sees_the_lane(system: Machine) -> None:
+    system.wait_for(lambda: metrics(system).get("ready") == 1, 90, "a look")
+    seen = metrics(system)
+    assert (seen["active"], seen["switching"]) == (1, 0)
+    assert (seen["p2p_wanted"], seen["p2p_on"]) == (1, 1)
+
+
 def test_running_the_gate_again_does_not_stop_the_lane(system: Machine) -> None:
     before = system.show("lane-b.service", "MainPID")
     system.systemctl("restart", "gpuguard-verify.service")
@@ -256,6 +307,10 @@ def test_who_waits_for_a_switch_does_not_disturb_it(system: Machine) -> None:
     begin(system, "slow")
     system.wait_for(lambda: system.show(RESUME, "ActiveState") == "active", 60, "who waits")
     waits = system.show(RESUME, "MainPID")
+    seen = seen_by_nobody(system, "lane", "status")
+    assert seen["switch"]["running"] in (True, None)
+    assert {code["severity"] for code in seen["notices"]} <= {"unknown"}
+    system.wait_for(lambda: metrics(system).get("switch_step") == 6, 60, "a look")
     assert lane(system, "resume", "--only-interrupted")["error"]["code"] == "lane-busy"
     system.systemctl("stop", RESUME)
     assert system.show(RESUME, "MainPID") != waits

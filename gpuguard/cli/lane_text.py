@@ -215,15 +215,14 @@ def say_status(seen: LanesStatus) -> None:
         typer.echo(f"  at work on {switch.target}")
     active = seen.active
     if active.lane_id is not None:
-        state = "ready" if seen.ready else "not ready"
+        state = {True: "ready", False: "not ready", None: "readiness unknown"}[seen.ready]
         typer.echo(f"  active    {active.lane_id}, {state}, since {active.since}")
     else:
         typer.echo("  active    none")
     if active.rollback_target is not None:
         typer.echo(f"  rollback  {active.rollback_target}")
     if seen.listen is not None:
-        is_open = seen.server is not None and not seen.server.in_maintenance
-        typer.echo(f"  front     {seen.listen}, {'open' if is_open else '503'}")
+        typer.echo(f"  front     {seen.listen}, {_front_state(seen)}")
     if (p2p := _p2p_document(seen)) is not None and _has_cards(seen):
         shown_by = _TIERS[p2p["tier"]]
         typer.echo(f"  P2P       {p2p['requires']}, {shown_by}{', OFF' if p2p['off'] else ''}")
@@ -234,6 +233,13 @@ def say_status(seen: LanesStatus) -> None:
             f"  load      {load.running:.0f} running, {load.waiting or 0:.0f} waiting{usage}"
         )
     say_notices([(n.severity, n.code, n.message, n.remedy) for n in seen.notices])
+
+
+def _front_state(seen: LanesStatus) -> str:
+    if seen.server is not None:
+        return "503" if seen.server.in_maintenance else "open"
+    is_unknown = any(notice.code == "front-unknown" for notice in seen.notices)
+    return "state unknown" if is_unknown else "down"
 
 
 def history_rows(entries: Sequence[dict[str, Any]]) -> Iterable[str]:

@@ -32,6 +32,13 @@ class FrontError(GpuguardError):
     exit_status = 69
 
 
+class FrontUnknownError(FrontError):
+    """Whoever asks may not ask the proxy: that says nothing about it."""
+
+    code = "front-unknown"
+    exit_status = 3
+
+
 class Front:
     """The proxy; ``retry_after`` is what it tells those who come while no lane is ready."""
 
@@ -60,6 +67,7 @@ class Front:
 
         Raises:
             FrontError: it does not answer.
+            FrontUnknownError: we may not ask.
         """
         state = parse_servers_state(self._tell("show servers state"))
         if state is None:
@@ -88,15 +96,20 @@ class Front:
             raise _down(f"it does not do what its file says: {state}")
 
     def _tell(self, command: str) -> str:
-        path = str(self._host.path(FRONT_SOCKET))
         chunks: list[bytes] = []
         try:
+            path = str(self._host.path(FRONT_SOCKET))
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
                 link.settimeout(_SECONDS)
                 link.connect(path)
                 link.sendall(command.encode() + b"\n")
                 while sum(map(len, chunks)) < _MAX_BYTES and (chunk := link.recv(1 << 16)):
                     chunks.append(chunk)
+        except PermissionError as error:
+            raise FrontUnknownError(
+                f"what the front does is not known: {FRONT_SOCKET}: {error.strerror}",
+                hint="run it as root",
+            ) from error
         except OSError as error:
             raise _down(f"{FRONT_SOCKET}: {error.strerror or error}") from error
         return b"".join(chunks).decode("utf-8", "replace")

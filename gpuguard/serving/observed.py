@@ -11,10 +11,10 @@ from gpuguard.host import Host
 from gpuguard.host.reading import read_text
 from gpuguard.serving import store
 from gpuguard.serving.health import engine_answers
+from gpuguard.serving.lane import POLICY_VARIABLE
 from gpuguard.serving.render import env_file
 
 _RECORDS = (store.ACTIVE_FILE, store.SWITCH_FILE, store.HISTORY_FILE)
-_P2P_OFF = "NCCL_P2P_DISABLE=1"
 
 
 def observe_lanes(host: Host) -> LaneFacts:
@@ -45,14 +45,21 @@ def has_lanes(host: Host) -> bool:
     return any(os.path.lexists(host.path(file)) for file in _RECORDS)
 
 
+def started_without_p2p(host: Host, name: str) -> bool | None:
+    """By what ``lane prepare`` wrote for the last start of a lane; None: not known."""
+    try:
+        text = read_text(host, env_file(name))
+    except ProbeError:
+        return None
+    return None if text is None else f"{POLICY_VARIABLE}=1" in text.splitlines()
+
+
 def _p2p(host: Host, lane_id: str | None) -> tuple[bool | None, bool | None]:
     """Whether the active lane wants P2P, and was started with it; None: not known."""
-    wanted = is_on = None
     if lane_id is None:
-        return wanted, is_on
+        return None, None
+    wanted = None
     with suppress(ProbeError, StateError):  # root's alone: it has the lane's environment
-        wanted = store.read_release(host, lane_id).lane.requires.p2p != "none"
-    with suppress(ProbeError):
-        environment = read_text(host, env_file(lane_id.rpartition("-")[0]))
-        is_on = None if environment is None else _P2P_OFF not in environment.splitlines()
-    return wanted, is_on
+        wanted = store.read_release(host, lane_id).lane.wants_p2p
+    is_off = started_without_p2p(host, lane_id.rpartition("-")[0])
+    return wanted, None if is_off is None else not is_off

@@ -6,22 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpuguard.errors import CommandError, ConfigError, ProbeError
+from gpuguard.errors import CommandError, ConfigError, ProbeError, StateError
 from gpuguard.host import Host
-from gpuguard.host.reading import read_text
 from gpuguard.serving import store
 from gpuguard.serving.engine import Engine
-from gpuguard.serving.front import Front, FrontError
+from gpuguard.serving.front import Front, FrontError, FrontUnknownError
 from gpuguard.serving.front_config import Route, ServerState
-from gpuguard.serving.install import installed_text
-from gpuguard.serving.lane import POLICY_VARIABLE
+from gpuguard.serving.install import altered_files
+from gpuguard.serving.lane import unit_of
 from gpuguard.serving.lane_file import lane_names, read_lane
-from gpuguard.serving.lanes import active_release, is_edited
+from gpuguard.serving.lanes import is_edited
 from gpuguard.serving.machine import Switch
+from gpuguard.serving.observed import started_without_p2p
 from gpuguard.serving.p2p_policy import P2pDecision
 from gpuguard.serving.readiness import served
 from gpuguard.serving.reading import Load, parse_load
-from gpuguard.serving.render import env_file
 from gpuguard.serving.sight import p2p_of
 from gpuguard.serving.store import Active, Release
 from gpuguard.serving.systemd import Systemd, UnitState
@@ -77,68 +76,95 @@ def look_at_lanes(host: Host) -> LanesStatus:
         ProbeError, StateError: what is recorded cannot be read.
     """
     active = store.read_active(host)
-    release = active_release(host)
-    unit, unit_problem = _unit(host, release)
     front = Front(host, 0)
-    server, front_problem = _server(front)
-    ready, load = _engine(release) if unit is not None and unit.is_running else (False, Load())
+    route = front.route()
+    release, release_problem = _release(host, active)
+    unit, unit_problem = _unit(host, active)
+    server, front_trouble = _server(front)
+    ready, load = (None, Load()) if unit_problem is not None else _engine(unit, release, route)
     switch = store.read_switch(host)
-    is_switching = store.is_switching(host) if switch is not None else False
     looked = LanesStatus(
         active=active,
         release=release,
         switch=switch,
-        is_switching=is_switching,
+        is_switching=store.is_switching(host) if switch is not None else False,
         unit=unit,
-        ready=ready if unit_problem is None else None,
+        ready=ready,
         load=load,
-        route=front.route(),
+        route=route,
         server=server,
         listen=front.listen(),
         notices=(),
         p2p=None if release is None else p2p_of(host, release.lane),
-        p2p_is_off=None if release is None else _is_off(host, release.lane.name),
+        p2p_is_off=None if release is None else started_without_p2p(host, release.lane.name),
     )
-    found = list(_notices(host, looked, unit_problem, front_problem))
+    blind = _Blind(release_problem, unit_problem, front_trouble)
+    found = list(_notices(host, looked, blind))
     fields = {name: getattr(looked, name) for name in LanesStatus.__dataclass_fields__}
     return LanesStatus(**{**fields, "notices": tuple(found)})
 
 
-def _unit(host: Host, release: Release | None) -> tuple[UnitState | None, str | None]:
-    if release is None:
+@dataclass(frozen=True, slots=True)
+class _Blind:
+    """What could not be looked at, and why; None: it could."""
+
+    release: str | None
+    unit: str | None
+    front: FrontError | None
+
+
+def _release(host: Host, active: Active) -> tuple[Release | None, str | None]:
+    if active.lane_id is None:
+        return None, None
+    try:
+        return store.read_release(host, active.lane_id), None
+    except StateError:
+        return None, None  # it is gone
+    except ProbeError as error:  # it is root's alone
+        return None, error.message
+
+
+def _unit(host: Host, active: Active) -> tuple[UnitState | None, str | None]:
+    if active.lane_id is None:
         return None, None
     if not host.is_live:
         return None, "this is not the running system: nobody can be asked"
     try:
-        return Systemd(host).show(release.lane.unit), None
+        return Systemd(host).show(unit_of(active.lane_id.rpartition("-")[0])), None
     except CommandError as error:
         return None, error.message
 
 
-def _server(front: Front) -> tuple[ServerState | None, str | None]:
+def _server(front: Front) -> tuple[ServerState | None, FrontError | None]:
     if not front.is_installed():
         return None, None
     try:
         return front.state(), None
     except FrontError as error:
-        return None, error.message
+        return None, error
 
 
-def _engine(release: Release | None) -> tuple[bool, Load]:
-    if release is None:
+def _engine(
+    unit: UnitState | None, release: Release | None, route: Route | None
+) -> tuple[bool | None, Load]:
+    """Whether the lane answers; where its release cannot be read, who the front leads to."""
+    if unit is None or not unit.is_running:
         return False, Load()
-    engine = Engine(release.lane.port)
-    models = engine.get("/v1/models")
-    ready = (
-        engine.get("/health").status == _OK
-        and served(models.document, release.lane.model.served_name) is not None
-    )
+    if release is not None:
+        port = release.lane.port
+    elif route is not None:
+        port = route.port
+    else:
+        return None, Load()
+    engine = Engine(port)
+    ready = engine.get("/health").status == _OK
+    if release is not None:
+        models = engine.get("/v1/models")
+        ready = ready and served(models.document, release.lane.model.served_name) is not None
     return ready, parse_load(engine.get("/metrics").text) if ready else Load()
 
 
-def _notices(
-    host: Host, seen: LanesStatus, unit_problem: str | None, front_problem: str | None
-) -> Iterator[Notice]:
+def _notices(host: Host, seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
     if seen.switch is not None and not seen.is_switching:
         yield Notice(
             "lane-switch-interrupted",
@@ -150,14 +176,14 @@ def _notices(
         )
     if seen.is_switching:
         return
-    yield from _serving(seen, unit_problem)
-    yield from _front(seen, front_problem)
+    yield from _serving(seen, blind)
+    yield from _front(seen, blind.front)
     if seen.release is not None:
         yield from _files(host, seen.release)
         yield from _p2p(seen.release, seen)
 
 
-def _serving(seen: LanesStatus, unit_problem: str | None) -> Iterator[Notice]:
+def _serving(seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
     if seen.active.lane_id is None:
         if seen.active.last_good is not None:
             last = seen.active.last_good
@@ -168,29 +194,34 @@ def _serving(seen: LanesStatus, unit_problem: str | None) -> Iterator[Notice]:
                 "gpuguard lane history tells why; gpuguard lane rollback starts the last good one",
             )
         return
-    if seen.release is None:
+    if seen.release is None and blind.release is None:
         yield Notice(
             "lane-release-missing",
             "critical",
             f"the record of the active lane {seen.active.lane_id} is gone",
             "gpuguard lane switch NAME",
         )
-    elif unit_problem is not None:
-        yield Notice("lane-unknown", "unknown", unit_problem, "run it on the host itself, as root")
-    elif not seen.ready:
+        return
+    for problem in (blind.release, blind.unit):
+        if problem is not None:
+            yield Notice("lane-unknown", "unknown", problem, "run it on the host itself, as root")
+    if seen.unit is not None and seen.ready is False:
         unit = seen.unit
-        how = f"{unit.active}, {unit.sub}" if unit is not None else "unknown"
         yield Notice(
             "lane-down",
             "critical",
-            f"{seen.release.lane.unit} is {how}, and the lane does not answer",
-            f"journalctl -u {seen.release.lane.unit}; systemctl start {seen.release.lane.unit}",
+            f"{unit.name} is {unit.active}, {unit.sub}, and the lane does not answer",
+            f"journalctl -u {unit.name}; systemctl start {unit.name}",
         )
 
 
-def _front(seen: LanesStatus, problem: str | None) -> Iterator[Notice]:
-    if problem is not None:
-        yield Notice("front-down", "critical", problem, "systemctl restart gpuguard-front.service")
+def _front(seen: LanesStatus, trouble: FrontError | None) -> Iterator[Notice]:
+    if isinstance(trouble, FrontUnknownError):
+        yield Notice("front-unknown", "unknown", trouble.message, trouble.hint)
+        return
+    if trouble is not None:
+        restart = "systemctl restart gpuguard-front.service"
+        yield Notice("front-down", "critical", trouble.message, restart)
         return
     lane = None if seen.release is None else seen.release.lane
     if seen.server is not None and lane is not None:
@@ -215,11 +246,11 @@ def _files(host: Host, release: Release) -> Iterator[Notice]:
             f"the file of the active lane {lane.name} {what}; what runs is {lane.lane_id}",
             f"gpuguard lane switch {lane.name} takes the change over, or put the file back",
         )
-    if installed_text(host, release) != release.files[-1].text:
+    if altered := altered_files(host, release):
         yield Notice(
             "lane-unit-edited",
             "warning",
-            f"{release.files[-1].path} is not as gpuguard wrote it",
+            f"{', '.join(altered)} is not as gpuguard wrote it",
             "gpuguard lane resume writes it anew; put own settings into the lane file",
         )
 
@@ -241,15 +272,6 @@ def _p2p(release: Release, seen: LanesStatus) -> Iterator[Notice]:
             f"{lane.lane_id} was started with P2P off, before it was proven",
             f"systemctl restart {lane.unit}, after gpuguard lane drain",
         )
-
-
-def _is_off(host: Host, name: str) -> bool | None:
-    """By what ``lane prepare`` wrote for its last start."""
-    try:
-        text = read_text(host, env_file(name))
-    except ProbeError:
-        return None
-    return None if text is None else f"{POLICY_VARIABLE}=1" in text.splitlines()
 
 
 def lane_rows(host: Host) -> tuple[dict[str, Any], ...]:

@@ -14,7 +14,7 @@ from gpuguard.host.reading import list_dir
 from gpuguard.proof import boot_id
 from gpuguard.serving import store
 from gpuguard.serving.engine import Engine
-from gpuguard.serving.front import Front, FrontError, quietly
+from gpuguard.serving.front import Front, FrontError, FrontUnknownError, quietly
 from gpuguard.serving.front_config import Route
 from gpuguard.serving.install import install_release, installed_text
 from gpuguard.serving.lane import Lane, unit_of
@@ -151,6 +151,8 @@ class Steps:
             return None
         try:
             self._front.state()
+        except FrontUnknownError:  # a dry run by somebody who may not ask
+            raise
         except FrontError as error:
             return error.message
         return None

@@ -300,6 +300,7 @@ def append_history(host: Host, entry: dict[str, Any]) -> None:
         lines = [json.dumps(known) for known in entries[-_MAX_HISTORY // 2 :]]
         host.replace_file(HISTORY_FILE, "".join(f"{line}\n" for line in lines).encode())
     with path.open("ab") as file:
+        os.fchmod(file.fileno(), 0o644)  # whatever root's umask is: there is nothing secret in it
         if file.tell() and not path.read_bytes().endswith(b"\n"):
             file.write(b"\n")  # a power loss cut the last line
         file.write(json.dumps(entry).encode() + b"\n")
