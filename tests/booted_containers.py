@@ -105,7 +105,10 @@ def container_machine(folder: Path) -> Iterator[Machine]:
             binds.append(f"--bind={folder / store.name}:{store}")
         with machine(root, base, folder, *_OPTIONS, *binds) as system:
             system.boot(base.old)
-            yield system
+            try:
+                yield system
+            finally:
+                system.cut_power()  # it would give each container its time to end
 
 
 def _add_engines(base: Base, folder: Path) -> None:
