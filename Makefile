@@ -55,7 +55,7 @@ test-fast: $(STAMP) ## run the tests that take seconds
 docs: $(STAMP) ## write docs/metrics.md from the table of metrics
 	@$(BIN)/python tools/metrics_reference.py
 
-test-vllm: ## lanes of a real vLLM on the CPU: 3.5 GB once, then ten minutes (root)
+test-vllm: ## lanes of a real vLLM on the CPU: 3.5 GB once, then a quarter of an hour (root)
 	@$(MAKE) setup
 	@$(MAKE) venv
 	@tools/make-vllm.sh
