@@ -144,9 +144,9 @@ class Running:
         file = self._folder / name
         return file.read_text() if file.exists() else ""
 
-    def says(self, text: str) -> None:
+    def says(self, text: str, seconds: float = PATIENCE) -> None:
         """Wait until it has said that, on stderr."""
-        wait_for(lambda: text in self.text("err"), text)
+        wait_for(lambda: text in self.text("err"), text, seconds)
 
 
 def cmdline(pid: int) -> bytes:

@@ -226,11 +226,32 @@ def test_a_request_in_flight_is_finished_before_the_switch(
     assert [(a.status, a.document["usage"]["completion_tokens"]) for a in answers] == [(200, 1500)]
 
 
-def test_kill_9_while_it_waits_for_a_real_engine(host: LaneHost, real: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ("looking at what", {"stub"}),
+        ("keeping the state", {"stub"}),
+        ("no new requests", {"stub", "a"}),  # seconds at most: it may be one step further by then
+        ("stopping what runs", {"stub", "a"}),
+        ("starting a-", {"a"}),
+        ("waiting for a-", {"a"}),
+        ("is it what its file says", {"a"}),
+        ("gate", {"a"}),
+        ("traffic goes to a-", {"a"}),
+    ],
+)
+def test_kill_9_in_each_step_of_a_switch_to_a_real_engine(
+    host: LaneHost, real: dict[str, Any], said: str, ends: set[str]
+) -> None:
+    if host.serving() != host.lane_id("stub"):
+        assert host.switch("stub")["outcome"] == "promoted"
     run = host.start("lane", "switch", "a")
-    run.says("waiting for")
+    run.says(said, _START)
     run.kill()
     assert run.wait().status == -9
-    assert host.run("lane", "resume").status == 0
-    wait_for(lambda: host.front() == 200, "the lane", _START)
-    assert host.serving() == host.lane_id("a")
+    assert host.run("lane", "resume").status in (0, 69)  # 69: refused, the old one goes on
+    wait_for(lambda: host.front() == 200, "a lane", _START)
+    serving = host.serving() or ""
+    assert serving.rpartition("-")[0] in ends
+    assert host.state("switch") is None
+    assert host.history()[-1]["serving"] == serving
