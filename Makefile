@@ -59,7 +59,7 @@ test-vllm: ## lanes of a real vLLM on the CPU: 3.5 GB once, then a quarter of an
 	@$(MAKE) setup
 	@$(MAKE) venv
 	@tools/make-vllm.sh
-	@GPUGUARD_REAL_VLLM=1 $(BIN)/python -m pytest tests/test_vllm_real.py $(PYTEST_ARGS)
+	@GPUGUARD_REAL_VLLM=1 $(BIN)/python -m pytest tests/test_vllm_real.py tests/test_ansible_vllm.py $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy, shellcheck, yamllint, the layers of the code
 	@$(BIN)/python -m pytest -q tests/test_lint.py tests/test_layers.py $(PYTEST_ARGS)
