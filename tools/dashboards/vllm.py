@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpuguard.core.samples_lanes import STEPS
 from tools.dashboards.build import Dashboard, Panel, Query, State, label_variable, link_to, override
 from tools.dashboards.panels import (
     BLUE,
@@ -17,10 +18,24 @@ from tools.dashboards.panels import (
     stat,
     table,
     timeline,
+    yes_no,
 )
 
 _I = 'instance=~"$instance"'
 _M = f'{_I}, model_name=~"$model_name"'
+_HOST = '"host", "$1", "instance", "(.*?)(:[0-9]+)?"'
+#: gpuguard and vLLM are two targets of one host: what they share is the name before the port.
+_CHOSEN = (
+    f'on (host) group_left () group by (host) (label_replace(up{{job="vllm", {_I}}}, {_HOST}))'
+)
+
+
+def _of_hosts(metric: str, labels: str = "") -> str:
+    """Series of gpuguard on the hosts of the chosen engines; ``labels`` besides the host's."""
+    by = f"host, {labels}" if labels else "host"
+    return f"max by ({by}) (label_replace({metric}, {_HOST})) * {_CHOSEN}"
+
+
 _FULLNESS = ((None, GREEN), (0.7, YELLOW), (0.9, RED))
 
 _NOW = [
@@ -77,35 +92,122 @@ _NOW = [
     ),
 ]
 
-_LANE = table(
-    "Active lane",
-    "What the engine says of itself: data type and size of its KV cache tell lanes apart.",
-    Query(
-        "max by (instance, engine, cache_dtype, block_size, num_gpu_blocks, kv_cache_size_tokens,"
-        f" kv_cache_max_concurrency) (vllm:cache_config_info{{{_I}}})"
-    ),
-    Query(f"max by (instance, engine, model_name) (vllm:num_requests_running{{{_M}}})"),
-    width=24,
-    height=5,
-    transformations=[
-        {"id": "merge", "options": {}},
-        *columns(
-            {
-                "instance": "Host",
-                "engine": "Engine",
-                "model_name": "Model",
-                "cache_dtype": "KV data type",
-                "kv_cache_size_tokens": "KV tokens",
-                "kv_cache_max_concurrency": "Full sessions",
-                "block_size": "Block",
-                "num_gpu_blocks": "Blocks",
-                "Value #B": "Running",
-            },
-            hidden=("Value #A",),
-        ),
-    ],
-    overrides=[override("Running", custom__align="right")],
+_STEPS = (
+    State(0, "no switch", GREEN),
+    *(State(number, step, YELLOW) for number, step in enumerate(STEPS, 1)),
 )
+_LANE = [
+    stat(
+        "Lane",
+        "The lane that is meant to serve, as gpuguard has recorded it.",
+        Query(_of_hosts("gpuguard_lane_info", "lane"), "{{lane}}", now=True),
+        show="name",
+        steps=((None, BLUE),),
+        width=4,
+        no_value="none",
+    ),
+    stat(
+        "Ready",
+        "Whether the engine that the front leads to answers /health.",
+        Query(_of_hosts("gpuguard_lane_ready"), "{{host}}", now=True),
+        states=yes_no("ready", "NOT ready"),
+        width=4,
+        no_value="no front",
+    ),
+    stat(
+        "Switch",
+        "The step of the switch that is under way. Meanwhile VllmEngineDead is quiet.",
+        Query(_of_hosts("gpuguard_lane_switch_step"), "{{host}}", now=True),
+        states=_STEPS,
+        width=4,
+    ),
+    stat(
+        "Last switch",
+        "How it ended: promoted, refused (nothing was stopped), rolled-back, fell-back, failed.",
+        Query(
+            _of_hosts("gpuguard_lane_last_switch_outcome == 1", "outcome"), "{{outcome}}", now=True
+        ),
+        show="name",
+        steps=((None, BLUE),),
+        width=4,
+        no_value="none",
+    ),
+    stat(
+        "Since the last switch",
+        "Since it ended, well or not.",
+        Query(
+            f"time() - ({_of_hosts('gpuguard_lane_last_switch_timestamp_seconds')} > 0)",
+            "{{host}}",
+            now=True,
+        ),
+        unit="s",
+        steps=((None, BLUE),),
+        width=4,
+        no_value="never",
+    ),
+    stat(
+        "P2P of the lane",
+        "Whether the active lane was started with P2P; a lane that wants none is started without.",
+        Query(_of_hosts("gpuguard_lane_p2p_on"), "{{host}}", now=True),
+        states=(State(1, "on", GREEN), State(0, "off", YELLOW)),
+        width=4,
+        no_value="unknown",
+    ),
+    timeline(
+        "Switches",
+        "Steps of switches over time: how long clients waited, and in which step.",
+        Query(_of_hosts("gpuguard_lane_switch_step"), "{{host}}"),
+        states=_STEPS,
+        height=6,
+    ),
+    graph(
+        "Switches by outcome",
+        "Those that ended within the last day.",
+        Query(
+            "sum by (outcome) (label_replace("
+            f"increase(gpuguard_lane_switches_total[1d]), {_HOST}) * {_CHOSEN})",
+            "{{outcome}}",
+        ),
+        minimum=0,
+        height=6,
+    ),
+    table(
+        "Active lane",
+        "What gpuguard has recorded, and what the engine says of itself: data type and size of "
+        "its KV cache.",
+        Query(
+            "max by (host, engine, cache_dtype, block_size, num_gpu_blocks, kv_cache_size_tokens, "
+            f"kv_cache_max_concurrency) (label_replace(vllm:cache_config_info{{{_I}}}, {_HOST}))"
+        ),
+        Query(
+            "max by (host, engine, model_name) "
+            f"(label_replace(vllm:num_requests_running{{{_M}}}, {_HOST}))"
+        ),
+        Query(_of_hosts("gpuguard_lane_info", "lane, lane_id")),
+        width=24,
+        height=5,
+        transformations=[
+            {"id": "merge", "options": {}},
+            *columns(
+                {
+                    "host": "Host",
+                    "lane": "Lane",
+                    "lane_id": "Lane id",
+                    "engine": "Engine",
+                    "model_name": "Model",
+                    "cache_dtype": "KV data type",
+                    "kv_cache_size_tokens": "KV tokens",
+                    "kv_cache_max_concurrency": "Full sessions",
+                    "block_size": "Block",
+                    "num_gpu_blocks": "Blocks",
+                    "Value #B": "Running",
+                },
+                hidden=("Value #A", "Value #C"),
+            ),
+        ],
+        overrides=[override("Running", custom__align="right")],
+    ),
+]
 _QUEUE = [
     graph(
         "Requests",
@@ -223,7 +325,8 @@ VLLM = Dashboard(
     links=[link_to("gpuguard-fleet", "Fleet"), link_to("gpuguard-host", "Host")],
     since="now-6h",
     rows=[
-        ("Now", [*_NOW, _LANE]),
+        ("Now", _NOW),
+        ("Lane", _LANE),
         ("Slots or memory", _QUEUE),
         ("Latency", _LATENCY),
         ("Work", _WORK),
