@@ -71,8 +71,8 @@ def test_a_driver_that_waits_for_a_reboot(fresh: LaneHost) -> None:
 def test_p2p_that_is_required_needs_a_proof_of_this_boot(fresh: LaneHost) -> None:
     fresh.pretend_bus(4)
     fresh.pretend_driver()
-    cards = {"engine": {"gpus": "all"}, "requires": {"p2p": "required"}}
-    fresh.lane("b", **cards, env={"NCCL_DEBUG": "INFO"})
+    cards = {"engine": {"gpus": "all"}, "requires": {"p2p": "required", "proof": "grant"}}
+    fresh.lane("b", **cards)
     assert refused(fresh, "b") == ["lane-p2p-unproven"]
     fresh.prove(kernel="another")
     assert refused(fresh, "b") == ["lane-p2p-unproven"]
@@ -86,7 +86,7 @@ def test_p2p_that_is_required_needs_a_proof_of_this_boot(fresh: LaneHost) -> Non
 def test_p2p_that_is_preferred_is_off_without_a_proof(fresh: LaneHost) -> None:
     fresh.pretend_bus(4)
     fresh.pretend_driver()
-    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
+    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred", "proof": "grant"})
     done = fresh.switch("b")
     assert done["outcome"] == "promoted"
     assert any("starts with P2P off (NCCL_P2P_DISABLE=1)" in note for note in done["notes"])
@@ -96,7 +96,7 @@ def test_p2p_that_is_preferred_is_off_without_a_proof(fresh: LaneHost) -> None:
 
 def test_after_a_boot_the_policy_decides_anew(fresh: LaneHost) -> None:
     fresh.pretend_driver()
-    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
+    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred", "proof": "grant"})
     fresh.prove()
     assert fresh.switch("b")["outcome"] == "promoted"
     assert "NCCL_P2P_DISABLE" not in environment(fresh, "b")
@@ -109,7 +109,7 @@ def test_after_a_boot_the_policy_decides_anew(fresh: LaneHost) -> None:
 
 def test_after_a_boot_without_a_proof_a_lane_that_requires_it_stays_down(fresh: LaneHost) -> None:
     fresh.pretend_driver()
-    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "required"})
+    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "required", "proof": "grant"})
     fresh.prove()
     assert fresh.switch("b")["outcome"] == "promoted"
     fresh.boot()
@@ -123,7 +123,7 @@ def test_after_a_boot_without_a_proof_a_lane_that_requires_it_stays_down(fresh: 
 
 def test_the_p2p_cache_of_another_driver_is_moved_aside(fresh: LaneHost) -> None:
     fresh.pretend_driver()
-    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred"})
+    fresh.lane("b", engine={"gpus": "all"}, requires={"p2p": "preferred", "proof": "grant"})
     fresh.prove()
     assert fresh.switch("b")["outcome"] == "promoted"
     folder = fresh.path(f"/var/cache/gpuguard/lanes/{fresh.lane_id('b')}")
