@@ -126,3 +126,46 @@ def test_after_a_reboot_it_serves_by_itself(system: Machine) -> None:
     system.wait_for(lambda: front(system) == 200, 60, "the lane")
     assert (is_active(system, "a"), is_active(system, "b")) == (False, True)
     assert lane(system, "status")["active"].startswith("b-")
+
+
+def prune(system: Machine, *words: str) -> set[str]:
+    """Prune, and which of our images are left."""
+    system.run("podman", *words, "prune", "--all", "--force", timeout=120)
+    return {
+        name
+        for name, reference in IMAGES.items()
+        if not system.run("podman", "image", "exists", reference, check=False).returncode
+    }
+
+
+def test_prune_leaves_images_that_are_needed(system: Machine) -> None:
+    assert prune(system, "image") == {"a", "b"}
+    assert prune(system, "system") == {"a", "b"}
+    assert lane(system, "status")["verdict"] == "ok"
+    system.systemctl("stop", "lane-b.service")  # then neither is used by a container
+    assert prune(system, "system") == {"a", "b"}
+    system.systemctl("start", "lane-b.service")
+    assert lane(system, "rollback")["outcome"] == "promoted"
+    assert prune(system, "system") == {"a", "b"}
+
+
+def test_an_image_that_no_lane_needs_is_let_go(system: Machine) -> None:
+    IMAGES["c"] = image(system, "c")
+    declare(system, "c", "quadlet", IMAGES["c"])
+    assert lane(system, "switch", "c")["outcome"] == "promoted"
+    assert prune(system, "image") == {"a", "c"}
+
+
+def test_a_fallback_is_kept_and_an_image_that_is_gone_is_told(system: Machine) -> None:
+    IMAGES["b"] = image(system, "b2")
+    declare(system, "b", "quadlet", IMAGES["b"], fallback=["c"])
+    for name in ("a", "b"):
+        assert lane(system, "switch", name)["outcome"] == "promoted"
+    assert prune(system, "image") == {"a", "b", "c"}
+    system.run("podman", "system", "prune", "--all", "--force", "--volumes", timeout=120)
+    notices = lane(system, "status")["notices"]
+    told = [(n["code"], n["severity"], n["message"].partition("-")[0]) for n in notices]
+    assert told == [("lane-image-gone", "warning", "a"), ("lane-image-gone", "warning", "c")]
+    assert [r["code"] for r in lane(system, "rollback", "-n")["refusals"]] == [
+        "lane-engine-missing"
+    ]

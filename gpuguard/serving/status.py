@@ -9,10 +9,12 @@ from typing import Any
 from gpuguard.errors import CommandError, ConfigError, ProbeError, StateError
 from gpuguard.host import Host
 from gpuguard.serving import store
+from gpuguard.serving.containers import tool_of
 from gpuguard.serving.engine import Engine
 from gpuguard.serving.front import Front, FrontError, FrontUnknownError
 from gpuguard.serving.front_config import Route, ServerState
 from gpuguard.serving.install import altered_files
+from gpuguard.serving.keeping import missing_images
 from gpuguard.serving.lane import unit_of
 from gpuguard.serving.lane_file import lane_names, read_lane
 from gpuguard.serving.lanes import is_edited
@@ -181,6 +183,8 @@ def _notices(host: Host, seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
     if seen.release is not None:
         yield from _files(host, seen.release)
         yield from _p2p(seen.release, seen)
+    if blind.release is None:
+        yield from _images(host, seen.active)
 
 
 def _serving(seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
@@ -252,6 +256,30 @@ def _files(host: Host, release: Release) -> Iterator[Notice]:
             "warning",
             f"{', '.join(altered)} is not as gpuguard wrote it",
             "gpuguard lane resume writes it anew; put own settings into the lane file",
+        )
+
+
+def _images(host: Host, active: Active) -> Iterator[Notice]:
+    if not host.is_live:  # nobody can be asked; that is said of the unit
+        return
+    as_root = "run it on the host itself, as root"
+    try:
+        found = tuple(missing_images(host))
+    except ProbeError as error:
+        yield Notice("lane-image-unknown", "unknown", error.message, as_root)
+        return
+    for lane, unseen in found:
+        if unseen is not None:
+            what = f"whether the image of {lane.lane_id} is here is not known: {unseen}"
+            yield Notice("lane-image-unknown", "unknown", what, as_root)
+            continue
+        is_active = lane.lane_id == active.lane_id
+        what = "the active lane" if is_active else "a lane to go back to"
+        yield Notice(
+            "lane-image-gone",
+            "critical" if is_active else "warning",
+            f"{lane.lane_id}, {what}, cannot be started again: its image is not here any more",
+            f"{tool_of(lane)} pull {lane.engine.image}",
         )
 
 

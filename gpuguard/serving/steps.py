@@ -17,6 +17,7 @@ from gpuguard.serving.engine import Engine
 from gpuguard.serving.front import Front, FrontError, FrontUnknownError, quietly
 from gpuguard.serving.front_config import Route
 from gpuguard.serving.install import install_release, installed_text
+from gpuguard.serving.keeping import keep_images, lanes_to_keep
 from gpuguard.serving.lane import Lane, unit_of
 from gpuguard.serving.machine import Role, Step, Switch
 from gpuguard.serving.memory import remember_baseline, wait_until_free
@@ -164,17 +165,20 @@ class Steps:
         proof = proof_of(self._host)
         old = None if switch.old is None else self._release(switch.old)
         unit = None if old is None else installed_text(self._host, old)
+        kept = (*(self._release(one).lane for one in switch.lanes), *lanes_to_keep(self._host))
         document = {
             "switch": switch.switch_id,
             "taken": switch.started,
             "boot_id": boot_id(self._host),
             "active": switch.old,
             "image": None if old is None else old.lane.engine.image,
+            "images": [lane.engine.image for lane in kept if lane.engine.image is not None],
             "unit": unit,
             "gate": active.gate,
             "proof": None if proof is None else {"created": proof.created, "driver": proof.driver},
         }
         store.write_snapshot(self._host, switch.switch_id, document)
+        self._note(*keep_images(self._host, kept, drop_others=False))
         return None
 
     # --- the old lane
@@ -308,6 +312,7 @@ class Steps:
             store.write_active(self._host, active)
             before = active
         self._open_front(lane)
+        self._note(*keep_images(self._host, lanes_to_keep(self._host), drop_others=True))
         keep = {*switch.lanes, before.previous, before.last_good, switch.switch_id}
         store.prune(self._host, frozenset(name for name in keep if name is not None))
         return None
