@@ -74,10 +74,10 @@ def make_sure(
         return decision
     if (missing := prover.missing()) is not None:
         return _failed(lane, decision, f"cannot be made up for here: {missing}", _INSTALL)
-    progress(f"moves bytes between the cards, at most {lane.timeouts.prove:g} s")
     if (busy := _busy(host, lane)) is not None:
-        free = "free the cards (nvidia-smi names who is on them), then start it again"
+        free = "free the cards (nvidia-smi names who is on them)"
         return _failed(lane, decision, f"none can be moved now: {busy}", free)
+    progress(f"moves bytes between the cards, at most {lane.timeouts.prove:g} s")
     problem = prover.prove(lane.timeouts.prove, progress)
     after = p2p_of(host, lane)
     if problem is None or after.gap is None or problem in after.gap.problem:
