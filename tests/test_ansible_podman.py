@@ -138,6 +138,22 @@ def test_an_image_is_pulled_by_its_digest_and_serves_after_a_switch(host: Host) 
     assert system.show("lane-b.service", "ActiveState") == "active"
 
 
+def test_docker_with_compose_takes_the_same_steps(host: Host) -> None:
+    system = host.system
+    system.systemctl("start", "docker.service")
+    name = system.run("podman", "inspect", "--format={{.ImageName}}", "lane-b").stdout.strip()
+    lane = _lane(name)
+    lane["engine"]["backend"] = "compose"
+    host.variables["vllm_docker_packages"] = ["docker.io", "docker-compose"]  # as Debian calls it
+    run = _with_lane(host, "c", lane)
+    assert run.returncode == 0, run.output
+    system.run("docker", "image", "inspect", name)
+    system.gpuguard("lane", "switch", "c", check=True)
+    assert front(system) == 200
+    again = host.play()
+    assert (again.returncode, again.count("gpu1", "changed")) == (0, 0), again.output
+
+
 def _with_lane(host: Host, name: str, lane: dict[str, Any]) -> Run:
     host.variables["vllm_lanes"][name] = lane
     return host.play()

@@ -140,7 +140,7 @@ def test_a_reboot_waits_for_gpuguards_word_and_for_who_holds_it_back() -> None:
     for where, task in callers:
         if where != "roles/nvidia_driver/tasks/restart.yml":  # included by the first one alone
             condition = str(task["when"])
-            assert re.search(r"reboot\.required|is_waiting", condition), where
+            assert re.search(r"reboot_is_due|is_waiting", condition), where
             assert ".safe" in condition, where
 
 
