@@ -12,10 +12,11 @@ from gpuguard.core.facts import DriverFacts
 from gpuguard.proof import DeepProof, Proof
 from gpuguard.serving.front_config import Route, commands, parse_listen, parse_route, render_front
 from gpuguard.serving.history import duration_text, expected_seconds
-from gpuguard.serving.lane import arguments
-from gpuguard.serving.lane_file import InvalidLaneError, parse_lane
+from gpuguard.serving.lane import arguments, lane_document
+from gpuguard.serving.lane_file import InvalidLaneError, kept_lane, parse_lane
 from gpuguard.serving.machine import Outcome, Role, Step, Switch, advance, interrupt, recover
-from gpuguard.serving.p2p_policy import P2pDecision, Proofs, Tier, decide
+from gpuguard.serving.nccl_log import variables
+from gpuguard.serving.p2p_policy import P2pDecision, Proofs, Tier, decide, tells_transport
 from gpuguard.serving.readiness import Glance, lost
 from gpuguard.serving.reading import (
     block_size,
@@ -275,6 +276,26 @@ def test_what_both_proofs_are_worth() -> None:
     assert (off.environment, off.refusal, off.note) == ({"NCCL_P2P_DISABLE": "1"}, None, None)
     unread = decided("required", Proofs(grant_problem="it is not believed", deep=DEEP))
     assert unread.refusal == "it is not believed"
+
+
+def test_what_nccl_is_asked_to_write_down() -> None:
+    lane = make_lane()
+    for backend, place in (("venv", "/var/cache/gpuguard/lanes/"), ("quadlet", "/cache/")):
+        engine = {"backend": backend} | ({"image": None, "venv": "/v"} if backend == "venv" else {})
+        asked = variables(make_lane(engine=engine))
+        assert asked["NCCL_DEBUG"] == "INFO"
+        assert asked["NCCL_DEBUG_FILE"].startswith(place)
+    own = replace(lane, env={"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_SUBSYS": "all"})
+    assert (variables(own), tells_transport(own)) == ({}, True)
+    assert variables(make_lane(args={"tensor-parallel-size": 1})) == {}
+    assert variables(make_lane(requires={"p2p": "none"})) == {}
+
+
+def test_what_was_kept_before_there_was_a_choice_meant_the_grant() -> None:
+    values = lane_document(make_lane())
+    assert kept_lane(values, "kept", "int4-1").requires.proof == "bytes"
+    del values["requires"]["proof"]
+    assert kept_lane(values, "kept", "int4-1").requires.proof == "grant"
 
 
 # --- what the engine says

@@ -101,6 +101,10 @@ KNOWN = Surroundings(
         ),
         ({"env": {"NCCL_P2P_LEVEL": None}}, {}, "lane-nccl-level", "warning"),
         ({"env": {"NCCL_P2P_LEVEL": "NODE"}}, {}, "lane-nccl-level", "warning"),
+        ({"env": {"NCCL_DEBUG": "WARN"}}, {}, "lane-nccl-debug", "error"),
+        ({"env": {"NCCL_DEBUG_FILE": "/tmp/x"}}, {}, "lane-nccl-debug", "error"),
+        ({"env": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "NET"}},
+         {}, "lane-nccl-debug", "error"),
         ({"env": {"NCCL_P2P_DISABLE": 1}}, {}, "lane-p2p-disabled", "error"),
         ({"env": {"NCCL_P2P_DISABLE": 0}}, {}, "lane-p2p-disabled", "error"),
         (

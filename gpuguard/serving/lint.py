@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gpuguard.core.doctor_serving import parse_level
 from gpuguard.serving.alignment import ModelShape, aligned_block
 from gpuguard.serving.lane import POLICY_VARIABLE, RESERVED_ARGS, RESERVED_ENV, Lane
+from gpuguard.serving.p2p_policy import LOG_VARIABLES, crosses_cards, tells_transport
 
 _DIGEST = re.compile(r"[^@\s]+@sha256:(?P<hex>[0-9a-f]{64})")
 _PLACEHOLDER = "0" * 64
@@ -306,6 +307,14 @@ def _p2p(lane: Lane, known: Surroundings) -> Iterator[Problem]:
             "NCCL by itself uses P2P up to a common PCIe bridge only (PXB); between cards behind "
             "the CPU it goes through host memory",
             f"env: {{NCCL_P2P_LEVEL: {needed}}}, unless gpuguard doctor says otherwise",
+        )
+    if lane.requires.p2p == "required" and crosses_cards(lane) and not tells_transport(lane):
+        given = ", ".join(name for name in LOG_VARIABLES if name in lane.env)
+        yield _error(
+            "lane-nccl-debug",
+            f"env sets {given}: how NCCL connects the cards could not be seen, and the lane "
+            "requires P2P",
+            f"leave {given} out: gpuguard asks NCCL to write it down",
         )
 
 

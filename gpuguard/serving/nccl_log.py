@@ -15,20 +15,19 @@ from pathlib import Path
 
 from gpuguard.host import Host
 from gpuguard.serving.lane import Lane
-from gpuguard.serving.p2p_policy import crosses_cards
+from gpuguard.serving.p2p_policy import LOG_VARIABLES, crosses_cards
 from gpuguard.serving.render import cache_dir
 
 _PATTERN = "nccl.*.log"
 _NAME = "nccl.%h.%p.log"
 _INNER_CACHE = "/cache"  # as render mounts it
-_OURS = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 _MOST_BYTES = 8 << 20
 _MOST_FILES = 64
 
 
 def variables(lane: Lane) -> dict[str, str]:
     """What makes NCCL tell; nothing where the lane's own environment decides about its log."""
-    if not crosses_cards(lane) or any(name in lane.env for name in _OURS):
+    if not crosses_cards(lane) or any(name in lane.env for name in LOG_VARIABLES):
         return {}
     folder = cache_dir(lane.lane_id) if lane.engine.backend == "venv" else _INNER_CACHE
     return {

@@ -15,6 +15,10 @@ from gpuguard.proof import DeepProof, Proof
 from gpuguard.serving.lane import Lane
 
 _OFF = {"NCCL_P2P_DISABLE": "1"}
+#: Whether and where NCCL tells how it connects the cards: gpuguard's, unless a lane sets one.
+LOG_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+_TELLING = ("INFO", "TRACE")
+_SUBSYSTEMS = frozenset({"ALL", "INIT", "P2P"})
 _ASK_THE_GATE = "systemctl restart gpuguard-verify.service, then gpuguard doctor if it fails"
 _MOVE_BYTES = "with free cards: gpuguard verify --deep (every start of the lane tries it, too)"
 _MEND = (
@@ -72,6 +76,16 @@ class P2pDecision:
 def crosses_cards(lane: Lane) -> bool:
     """It wants P2P, and one replica lies on several cards: NCCL has to connect them."""
     return lane.wants_p2p and lane.tensor_parallel > 1
+
+
+def tells_transport(lane: Lane) -> bool:
+    """The lane's own environment does not keep NCCL's lines about it out of the journal."""
+    given = {name: lane.env[name] for name in LOG_VARIABLES if name in lane.env}
+    if not given:
+        return True
+    subsystems = set(given.get("NCCL_DEBUG_SUBSYS", "INIT").upper().split(","))
+    is_told = given.get("NCCL_DEBUG", "").upper() in _TELLING and bool(subsystems & _SUBSYSTEMS)
+    return is_told and "NCCL_DEBUG_FILE" not in given
 
 
 def decide(lane: Lane, proofs: Proofs, running: str | None, driver: DriverFacts) -> P2pDecision:
