@@ -146,6 +146,16 @@ def test_a_lane_that_requires_p2p_starts_behind_an_open_gate(system: Machine) ->
     assert system.show("lane-b.service", "User") == "vllm"
 
 
+def test_without_the_tools_bytes_are_refused_before_anything_stops(system: Machine) -> None:
+    write_lane(system, "proven", **{**_CARDS, "requires": {"p2p": "required"}})
+    refused = lane(system, "switch", "proven")
+    assert (refused["status"], refused["outcome"], front(system)) == (69, "refused", 200)
+    (refusal,) = refused["refusals"]
+    assert (refusal["code"], "gpuguard[deep]" in refusal["remedy"]) == ("lane-p2p-unproven", True)
+    assert "cannot be made up for here" in refusal["message"]
+    assert lane(system, "status")["p2p"]["tier"] == "grant"
+
+
 def test_forward_and_back(system: Machine) -> None:
     done = lane(system, "switch", "a")
     assert (done["status"], is_active(system, "a"), is_active(system, "b")) == (0, True, False)
