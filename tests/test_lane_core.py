@@ -248,7 +248,7 @@ def test_without_a_grant_nothing_is_proven(grant: Proof | None, proof: str) -> N
         (replace(DEEP, kernel="6.2"), True, False),
         (replace(DEEP, driver="580.2"), True, False),
         (replace(DEEP, build_id="other"), True, False),
-        (replace(DEEP, cards=("a", "b", "c", "e")), True, False),
+        (replace(DEEP, cards=("a", "b", "c", "e")), True, True),
         (replace(DEEP, problem="out of memory"), True, True),
         (replace(DEEP, problem="wrong data (a -> b)", is_fault=True), False, False),
         (replace(DEEP, problem="wrong data", is_fault=True, cards=("a", "b")), False, False),

@@ -149,7 +149,7 @@ def bytes_gap(proofs: Proofs, running: str | None, driver: DriverFacts) -> Gap |
     granted = () if proofs.grant is None else proofs.grant.cards
     if missed := set(granted) - set(deep.cards):
         what = f"no bytes were moved over {', '.join(sorted(missed))} at {deep.created}"
-        return Gap(problem=what, remedy=_MOVE_BYTES, is_provable=True)
+        return Gap(problem=what, remedy=_MOVE_BYTES, is_provable=True, was_tried=True)
     if deep.problem is not None:
         what = f"verify --deep at {deep.created} could not tell: {deep.problem}"
         return Gap(problem=what, remedy=_MOVE_BYTES, is_provable=True, was_tried=True)

@@ -78,7 +78,7 @@ def make_sure(
         free = "free the cards (nvidia-smi names who is on them)"
         return _failed(lane, decision, f"none can be moved now: {busy}", free)
     progress(f"moves bytes between the cards, at most {lane.timeouts.prove:g} s")
-    problem = prover.prove(lane.timeouts.prove, progress)
+    problem = prover.prove(lane.timeouts.prove, lambda step: progress(f"moves bytes: {step}"))
     after = p2p_of(host, lane)
     if problem is None or after.gap is None or problem in after.gap.problem:
         return after
