@@ -21,8 +21,8 @@ from gpuguard.serving.render import cache_dir
 _PATTERN = "nccl.*.log"
 _NAME = "nccl.%h.%p.log"
 _INNER_CACHE = "/cache"  # as render mounts it
-_MOST_BYTES = 8 << 20
-_MOST_FILES = 64
+_MOST_BYTES = 4 << 20
+_MOST_FILES = 32
 
 
 def variables(lane: Lane) -> dict[str, str]:
@@ -62,7 +62,8 @@ def _read(path: Path) -> Iterator[str]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return
     with os.fdopen(descriptor, "rb") as file:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            text = file.read(_MOST_BYTES).decode("utf-8", "replace")
-            yield from text.splitlines()
+        yield from file.read(_MOST_BYTES).decode("utf-8", "replace").splitlines()
