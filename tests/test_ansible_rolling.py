@@ -59,7 +59,7 @@ class Hosts:
     def stopped_at_gpu1(self, *said: str) -> Run:
         """A run that must end there, out of service, with these words."""
         boots = self.walls["gpu2"].boots
-        run = self.upgrade()
+        run = self.upgrade("-e", "upgrade_ready_seconds=15")
         output = " ".join(run.output.split())
         assert run.returncode != 0, run.output
         assert not run.reached("gpu2")

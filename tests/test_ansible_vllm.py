@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from tests.kit import cache_folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 _FOLDER = cache_folder() / "vllm"
+_MODEL = "/srv/tiny"
 _START = 500
 
 
@@ -38,8 +40,11 @@ def site() -> Iterator[Site]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         site = stack.enter_context(bare_site(Path(folder)))
-        for path in (_FOLDER, _interpreter()):
+        for path in (_FOLDER / "venv", _interpreter()):
             stack.enter_context(_shown(site.system.root, path))
+        shutil.copytree(_FOLDER / "tiny", site.system.path(_MODEL))
+        for file in site.system.path(_MODEL).iterdir():
+            file.chmod(0o644)  # safetensors writes weights for their owner alone
         site.variables |= {"vllm_lanes": {"real": _lane()}, "vllm_activate": "real"}
         site.boot()
         yield site
@@ -71,7 +76,7 @@ def _shown(root: Path, path: Path) -> Iterator[None]:
 def _lane() -> dict[str, Any]:
     return {
         "engine": {"backend": "venv", "venv": str(_FOLDER / "venv"), "gpus": "none"},
-        "model": {"path": str(_FOLDER / "tiny"), "served_name": "tiny"},
+        "model": {"path": _MODEL, "served_name": "tiny"},
         "args": {
             "dtype": "bfloat16", "enforce-eager": True, "max-model-len": 2048,
             "max-num-seqs": 4, "shutdown-timeout": 20,
