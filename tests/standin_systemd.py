@@ -244,6 +244,15 @@ def show(name: str, wanted: list[str]) -> None:
             print(f"{key}={values[key]}")
 
 
+def answer(question: str, *names: str) -> int:
+    if question == "is-system-running":
+        state, fine = ("stopping" if (STATE / "shutdown").exists() else "running"), "running"
+    else:
+        state, fine = state_of(names[0])["ActiveState"], "active"
+    print(state)
+    return 0 if state == fine else 3
+
+
 def systemctl(argv: list[str]) -> int:
     words = [word for word in argv if word != "--no-block"]
     block = words == argv
@@ -263,10 +272,8 @@ def systemctl(argv: list[str]) -> int:
         case ["daemon-reload"]:
             for copy in (STATE / "loaded").glob("*"):
                 copy.unlink()
-        case ["is-active", name]:
-            active = state_of(name)["ActiveState"]
-            print(active)
-            return 0 if active == "active" else 3
+        case ["is-active" | "is-system-running" as question, *names]:
+            return answer(question, *names)
         case _:
             sys.stderr.write(f"stand-in systemctl: {words}\n")
             return 64

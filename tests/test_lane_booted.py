@@ -342,6 +342,30 @@ def test_a_record_that_cannot_be_read_ends_neither_path_nor_service(system: Mach
     assert lane(system, "switch", "b")["outcome"] == "promoted"
 
 
+def check_back_on_b(system: Machine) -> None:
+    system.wait_for(lambda: front(system) == 200, 120, "the lane before")
+    entry = settled(system)
+    assert (entry["outcome"], is_active(system, "b")) == ("rolled-back", True), entry["reasons"]
+    assert "the machine restarted" in " ".join(entry["reasons"])
+
+
+def test_a_reboot_in_the_middle_of_a_switch(system: Machine) -> None:
+    """Asked for: every process gets SIGTERM, and systemd starts nothing any more."""
+    begin(system, "slow")
+    system.reboot()
+    check_back_on_b(system)
+
+
+def test_a_reboot_while_an_interrupted_switch_is_being_finished(system: Machine) -> None:
+    begin(system, "slow")
+    kill_switch(system, "slow")
+    system.wait_for(
+        lambda: "waiting for slow" in system.journal("-u", RESUME), 60, "somebody who goes on"
+    )
+    system.reboot()
+    check_back_on_b(system)
+
+
 def test_behind_a_shut_gate_it_stays_down_and_says_so(system: Machine) -> None:
     with system.without_cards():
         system.reboot()

@@ -133,6 +133,24 @@ def die(host: LaneHost, number: int) -> str | None:
     return recorded_step(host)
 
 
+@pytest.mark.parametrize("how", ["a signal", "the unit is stopped"])
+def test_while_the_host_goes_down_no_lane_is_tried_in_vain(two: LaneHost, how: str) -> None:
+    """A reboot that somebody asked for: systemd stops what runs, and starts nothing."""
+    switch = slow_switch(two)
+    (two.root / "run/standin-systemd/shutdown").touch()
+    if how == "a signal":
+        switch.kill(signal.SIGTERM)
+    else:
+        two.systemctl("stop", "lane-slow.service")
+    said = switch.wait()
+    assert (said.status, "[lane-host-goes-down]" in said.err) == (75, True), said.err
+    assert recorded_step(two) == "ready"
+    two.boot()
+    two.start_front()
+    assert two.run("lane", "resume").status == 70
+    assert check_settled(two, "ready", "a")["outcome"] == "rolled-back"
+
+
 # --- who waits beside a switch: gpuguard-lane-resume.service
 
 

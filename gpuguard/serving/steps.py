@@ -97,6 +97,10 @@ class Steps:
         }[switch.step]
         return action(switch)
 
+    def host_goes_down(self) -> bool:
+        """Whether systemd starts nothing any more, so that no other lane can be tried."""
+        return self._systemd.is_going_down()
+
     # --- before anything is stopped
 
     def _preflight(self, switch: Switch) -> str | None:

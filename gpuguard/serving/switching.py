@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,6 +38,24 @@ class Result:
         return self.switch.outcome
 
 
+class HostGoesDownError(GpuguardError):
+    """The host shuts down in the middle of a switch, which waits for the next boot.
+
+    Else every lane would be tried in vain, for systemd starts none any more, and none would be left
+    as the one that serves.
+    """
+
+    code = "lane-host-goes-down"
+    exit_status = os.EX_TEMPFAIL
+
+    def __init__(self, switch: Switch) -> None:
+        super().__init__(
+            f"the host is going down (or systemd does not answer) in {switch.step} of "
+            f"{switch.target}; the switch goes on after the next boot",
+            hint="nothing is to be done; if it stays up after all: gpuguard lane resume",
+        )
+
+
 def now() -> str:
     """RFC 3339, UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -46,13 +65,16 @@ def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None])
     """Go through the steps to the end.
 
     A signal leads back to the lane before, which takes as long as its start; a second one ends
-    the process, and the next run or boot goes on.
+    the process, and the next run or boot goes on. While the host goes down nothing leads back.
 
     Args:
         host: where.
         switch: where to begin.
         steps: who acts.
         say: told each step before it is begun.
+
+    Raises:
+        HostGoesDownError: a step failed, or was interrupted, because of that; the record stays.
     """
     seconds: dict[str, float] = {}
     while switch.step is not Step.DONE:
@@ -63,7 +85,9 @@ def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None])
             failure = _attempt(steps, switch)
             after = advance(switch, failure)
         except Interrupted:
-            after = interrupt(switch)
+            failure, after = "interrupted", interrupt(switch)
+        if failure is not None and steps.host_goes_down():
+            raise HostGoesDownError(switch)
         key = switch.step.value if switch.role is Role.NEW else f"{switch.target}/{switch.step}"
         seconds[key] = round(seconds.get(key, 0.0) + time.monotonic() - begun, 1)
         switch = replace(after, notes=tuple(dict.fromkeys((*after.notes, *steps.notes))))

@@ -18,6 +18,8 @@ _PROPERTIES = (
     "DropInPaths",
 )  # fmt: skip
 _STOPPED = frozenset({"inactive", "failed"})
+#: States of the whole system in which units can be started.
+_UP = frozenset({"initializing", "starting", "running", "degraded", "maintenance"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,16 @@ class Systemd:
             CommandError: it does not answer.
         """
         self._host.run("systemctl", "daemon-reload", timeout=2 * _ANSWER_SECONDS)
+
+    def is_going_down(self) -> bool:
+        """Whether nothing can be started any more: a shutdown is under way, or nobody answers."""
+        try:
+            done = self._host.run(
+                "systemctl", "is-system-running", timeout=_ANSWER_SECONDS, ok=None
+            )
+        except CommandError:
+            return True
+        return done.stdout.strip() not in _UP
 
     def log(self, state: UnitState) -> tuple[str, ...] | None:
         """The last lines that this start of the unit wrote; None: they cannot be read.
