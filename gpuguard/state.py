@@ -26,6 +26,7 @@ LEFT_ALONE_DIR = f"{STATE_DIR}/left-alone"  # <release>.json: rolled back by the
 TALLY_FILE = f"{STATE_DIR}/rebuilds.json"  # how many builds ended how, for the metrics
 DEEP_FILE = f"{STATE_DIR}/p2p-deep.json"  # what the last verify --deep of all cards found
 LANES_DIR = "/etc/gpuguard/lanes"  # <name>.yaml
+SECRETS_DIR = "/etc/gpuguard/secrets"  # <lane>.env, for engines that compose runs
 LANE_STATE_DIR = f"{STATE_DIR}/lanes"
 LANE_RENDERED_DIR = f"{LANE_STATE_DIR}/rendered"  # files that units of lanes name
 LANE_RUN_DIR = "/run/gpuguard/lanes"  # <name>.env, written before each start

@@ -36,7 +36,11 @@ def test_an_image_that_is_not_here(served: LaneHost, backend: str, tool: str) ->
         ("quadlet", "podman", {"version": "4.3.1"}, "podman 4.3.1 has no quadlets"),
         ("quadlet", "podman", {"version": "unknown"}, "does not tell its version"),
         ("quadlet", "podman", {"generator": False}, "podman-system-generator"),
-        ("compose", "docker", {"compose": False}, "docker has no compose"),
+        ("compose", "docker", {"compose": ""}, "docker has no compose"),
+        ("compose", "docker", {"compose": "v2.23.3"}, "docker compose 2.23.3 knows no files of"),
+        ("compose", "docker", {"compose": "dev"}, "docker compose does not tell its version"),
+        ("quadlet", "podman", {"broken": True}, "whether podman can run the image is not known"),
+        ("compose", "docker", {"broken": True}, "whether docker can run the image is not known"),
     ],
 )
 def test_a_backend_that_cannot_run(
@@ -56,14 +60,17 @@ def able(
     image: bool = False,
     version: str = "4.9.3",
     generator: bool = True,
-    compose: bool = True,
+    compose: str = "2.26.1-4",
+    broken: bool = False,
 ) -> None:
     """A container tool that answers; it runs nothing."""
     host.make_program(
         f"/opt/tools/{tool}",
         f"if sys.argv[1] == '--version': print('{tool} version {version}')\n"
-        f"elif sys.argv[1] == 'compose': sys.exit({int(not compose)})\n"
-        f"elif sys.argv[1] == 'image': sys.exit({int(not image)})\n",
+        f"elif sys.argv[1] == 'compose': print('{compose}'); sys.exit({int(not compose)})\n"
+        f"elif {broken}: sys.exit(125)\n"
+        f"elif sys.argv[1] == 'image' and not {image}: sys.exit(1)\n"
+        "elif 'inspect' in sys.argv: print('[{\"Id\": \"abc\"}]')\n",
     )
     place = "/etc/systemd/system-generators/podman-system-generator"
     if generator:

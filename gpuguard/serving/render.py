@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import yaml
 
 from gpuguard.serving.lane import RESERVED_ENV, Lane, arguments
-from gpuguard.state import LANE_CACHE_DIR, LANE_RENDERED_DIR, LANE_RUN_DIR
+from gpuguard.state import LANE_CACHE_DIR, LANE_RENDERED_DIR, LANE_RUN_DIR, SECRETS_DIR
 
 UNITS = "/etc/systemd/system"
 QUADLETS = "/etc/containers/systemd"
@@ -62,6 +62,11 @@ def cache_dir(lane_id: str) -> str:
 def env_file(name: str) -> str:
     """What ``lane prepare`` writes before each start."""
     return f"{LANE_RUN_DIR}/{name}.env"
+
+
+def secrets_file(name: str) -> str:
+    """Variables of a compose engine that others must not read; root's own, need not be there."""
+    return f"{SECRETS_DIR}/{name}.env"
 
 
 def command(lane: Lane) -> tuple[str, ...]:
@@ -207,15 +212,18 @@ ExecStartPre={_words(program)} lane prepare {lane.name}
 
 def _compose(lane: Lane, program: tuple[str, ...]) -> tuple[RenderedFile, RenderedFile]:
     file = f"{LANE_RENDERED_DIR}/lane-{lane.name}.compose.yaml"
-    docker = f"docker compose -p lane-{lane.name} -f {file}"
+    docker = f"docker compose --progress quiet -p lane-{lane.name} -f {file}"
     stop = f"{lane.timeouts.stop:.0f}"
+    # Docker runs the container, not systemd: whatever becomes of compose, it must not stay
+    away = f"-/usr/bin/{docker} down --timeout 10 --remove-orphans"
     text = f"""{_head(lane)}{_unit_section(lane, "docker.service")}
 [Service]
 Type=exec
 ExecStartPre={_words(program)} lane prepare {lane.name}
-ExecStartPre=-/usr/bin/{docker} down --timeout 10 --remove-orphans
+ExecStartPre={away}
 ExecStart=/usr/bin/{docker} up --no-log-prefix --abort-on-container-exit
 ExecStop=/usr/bin/{docker} down --timeout {stop}
+ExecStopPost={away}
 {_restart(lane)}"""
     body = yaml.safe_dump(_project(lane), sort_keys=False, width=120, allow_unicode=True)
     return (
@@ -235,7 +243,11 @@ def _project(lane: Lane) -> dict[str, object]:
         "init": True,
         "command": [_for_compose(word) for word in inner_command(lane)],
         "environment": {key: _for_compose(value) for key, value in values.items()},
-        "env_file": [env_file(lane.name)],
+        # the last one wins: what lane prepare writes about P2P
+        "env_file": [
+            {"path": secrets_file(lane.name), "required": False},
+            env_file(lane.name),
+        ],
         "ports": [f"127.0.0.1:{lane.port}:{_INNER_PORT}"],
         "volumes": [
             f"{lane.model.path}:{_INNER_MODELS}:ro",

@@ -25,6 +25,7 @@ from gpuguard.probes.p2p import probe_pci_gpus
 from gpuguard.proof import Proof, read_deep_proof, read_proof
 from gpuguard.serving.access import access_problem
 from gpuguard.serving.alignment import ModelShape, parse_shape
+from gpuguard.serving.containers import image_id
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.lane_file import lane_names
 from gpuguard.serving.lint import Problem, Surroundings, lint
@@ -36,6 +37,7 @@ from gpuguard.state import LANE_STATE_DIR
 _TOOL_SECONDS = 60.0
 _VERSION = re.compile(r"\b(\d{1,4})\.(\d{1,4})(?:\.\d+)?")
 _PODMAN = (4, 4)
+_COMPOSE = (2, 24)
 _GENERATORS = (
     "/run/systemd/system-generators",
     "/etc/systemd/system-generators",
@@ -181,8 +183,8 @@ def engine_problem(host: Host, lane: Lane) -> str | None:
 
 
 def _image_problem(host: Host, tool: str, image: str) -> str | None:
-    done = host.run(tool, "image", "inspect", image, timeout=_TOOL_SECONDS, ok=None)
-    return None if done.exit_status == 0 else f"the image {image} is not on this machine"
+    known = image_id(host, tool, image)
+    return f"the image {image} is not on this machine" if known is None else None
 
 
 def backend_problem(host: Host, backend: str) -> str | None:
@@ -192,8 +194,7 @@ def backend_problem(host: Host, backend: str) -> str | None:
         CommandError: the tool cannot be asked; CommandNotFoundError: there is none.
     """
     if backend == "compose":
-        done = host.run("docker", "compose", "version", timeout=_TOOL_SECONDS, ok=None)
-        return None if done.exit_status == 0 else "docker has no compose: docker compose version"
+        return _compose_problem(host)
     done = host.run("podman", "--version", timeout=_TOOL_SECONDS, ok=None)
     match = _VERSION.search(done.stdout)
     if match is None:
@@ -203,6 +204,21 @@ def backend_problem(host: Host, backend: str) -> str | None:
     places = (f"{folder}/podman-system-generator" for folder in _GENERATORS)
     if not any(os.access(host.path(place), os.X_OK) for place in places):
         return "podman's generator for systemd (podman-system-generator) is not installed"
+    return None
+
+
+def _compose_problem(host: Host) -> str | None:
+    done = host.run("docker", "compose", "version", "--short", timeout=_TOOL_SECONDS, ok=None)
+    if done.exit_status != 0:
+        return "docker has no compose: docker compose version"
+    match = _VERSION.match(done.stdout.strip().removeprefix("v"))
+    if match is None:
+        return f"docker compose does not tell its version: {done.stdout.strip()[:60]}"
+    if (int(match[1]), int(match[2])) < _COMPOSE:
+        return (
+            f"docker compose {match[0]} knows no files of variables that may be missing; "
+            f"{_COMPOSE[0]}.{_COMPOSE[1]} or newer does"
+        )
     return None
 
 

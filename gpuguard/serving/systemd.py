@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ _PROPERTIES = (
     "FragmentPath", "SourcePath", "NeedDaemonReload", "ExecMainStatus", "ExecMainCode",
     "DropInPaths",
 )  # fmt: skip
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_OF_COMPOSE = re.compile(
+    r"Attaching to lane-\S+|lane-\S+ exited with code \d+|Aborting on container exit\.\.\."
+)
 _STOPPED = frozenset({"inactive", "failed"})
 #: States of the whole system in which units can be started.
 _UP = frozenset({"initializing", "starting", "running", "degraded", "maintenance"})
@@ -146,7 +151,8 @@ class Systemd:
     def log(self, state: UnitState) -> tuple[str, ...] | None:
         """The last lines that this start of the unit wrote; None: they cannot be read.
 
-        What Podman tells the journal of its own (events, health checks) is none of the engine's.
+        What Podman tells the journal of its own (events, health checks) is not the engine's. What
+        compose adds is taken out: escape sequences before lines, and a few lines of its own.
         """
         if not state.invocation:
             return None
@@ -158,4 +164,5 @@ class Systemd:
             )  # fmt: skip
         except CommandError:
             return None
-        return tuple(done.stdout.splitlines())
+        lines = (_ESCAPE.sub("", line) for line in done.stdout.splitlines())
+        return tuple(line for line in lines if not _OF_COMPOSE.fullmatch(line))
