@@ -213,7 +213,7 @@ def test_what_holds_a_reboot_back_ends_the_run(hosts: Hosts) -> None:
     hosts.let_it_wait_again()
     boots = hosts.walls["gpu1"].boots
     with ansible_kit.held_back(hosts.system("gpu1")):
-        hosts.stopped_at_gpu1("Reboot command failed")
+        hosts.stopped_at_gpu1("has not come back from a reboot", "Reboot command failed")
     assert hosts.walls["gpu1"].boots == boots
     assert _front(hosts.system("gpu1")) == "503", "it stays out of service"
 

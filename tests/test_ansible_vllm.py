@@ -45,7 +45,11 @@ def site() -> Iterator[Site]:
         shutil.copytree(_FOLDER / "tiny", site.system.path(_MODEL))
         for file in site.system.path(_MODEL).iterdir():
             file.chmod(0o644)  # safetensors writes weights for their owner alone
-        site.variables |= {"vllm_lanes": {"real": _lane()}, "vllm_activate": "real"}
+        site.variables |= {
+            "vllm_lanes": {"real": _lane()},
+            "vllm_activate": "real",
+            "vllm_packages": ["libnuma1"],
+        }
         site.boot()
         yield site
 
