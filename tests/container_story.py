@@ -45,3 +45,24 @@ def drop_in(system: Machine, place: str, text: str) -> None:
     else:
         file.unlink()
     system.systemctl("daemon-reload")
+
+
+_OURS = """import sys
+from gpuguard.host import LocalHost
+from gpuguard.serving.strangers import own_pids
+pids = {int(pid) for pid in sys.argv[2:]}
+own, _ = own_pids(LocalHost(), pids, frozenset(sys.argv[1].split(",")))
+print(*sorted(own))
+"""
+
+
+def ours(system: Machine, names: str, pids: set[int]) -> str:
+    """What gpuguard takes for processes of the lanes with these names."""
+    python = "/opt/gpuguard/bin/python"
+    return system.run(python, "-c", _OURS, names, *map(str, pids)).stdout.strip()
+
+
+def processes(system: Machine, server: str) -> set[int]:
+    """A server and its engine."""
+    children = system.run("pgrep", "-P", server).stdout.split()
+    return {int(pid) for pid in (server, *children)}

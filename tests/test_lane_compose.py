@@ -11,7 +11,7 @@ import pytest
 
 from tests.booted import Machine
 from tests.booted_containers import docker_image
-from tests.container_story import QUICK, declare, drop_in, story_machine
+from tests.container_story import QUICK, declare, drop_in, ours, processes, story_machine
 from tests.test_lane_booted import front, is_active, lane
 
 pytestmark = pytest.mark.slow
@@ -87,6 +87,13 @@ def test_secrets_are_roots_alone(system: Machine) -> None:
     words = ("grep", "-rlsF", "hf_not_for_everybody", "/etc", "/var/lib", "/run")
     assert f"{SECRETS}/b.env" in system.run(*words, check=False).stdout.split()
     assert system.run(*words, check=False, user="nobody").stdout == ""
+
+
+def test_its_processes_are_known_as_the_lanes(system: Machine) -> None:
+    server = system.run("pgrep", "-P", inspect(system, "b", "{{.State.Pid}}")).stdout.strip()
+    engine = processes(system, server)
+    assert ours(system, "a,b", engine | {1}) == " ".join(map(str, sorted(engine)))
+    assert ours(system, "a", engine) == ""
 
 
 @pytest.mark.parametrize("victim", ["engine", "compose"])

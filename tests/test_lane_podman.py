@@ -12,7 +12,7 @@ import pytest
 
 from tests.booted import Machine
 from tests.booted_containers import image
-from tests.container_story import QUICK, declare, drop_in, story_machine
+from tests.container_story import QUICK, declare, drop_in, ours, processes, story_machine
 from tests.test_lane_booted import front, is_active, lane
 
 pytestmark = pytest.mark.slow
@@ -112,8 +112,25 @@ def running(system: Machine) -> int:
     return int(lane(system, "status")["load"]["running"] or 0)
 
 
+@pytest.mark.parametrize("groups", ["split", "enabled", "no-conmon"])
+def test_its_processes_are_known_as_the_lanes(system: Machine, groups: str) -> None:
+    drop_in(system, ON_TOP, f"[Container]\nPodmanArgs=--cgroups={groups}\n")
+    restart(system)
+    engine = processes(system, inspect(system, "b", "{{.State.Pid}}"))
+    drop_in(system, ON_TOP, "")
+    assert ours(system, "a,b", engine | {1}) == " ".join(map(str, sorted(engine)))
+    assert ours(system, "a", engine) == ""
+
+
+def restart(system: Machine) -> None:
+    system.systemctl("reset-failed", "lane-b.service")  # only so many starts in an hour
+    system.systemctl("restart", "lane-b.service")
+    system.wait_for(lambda: front(system) == 200, 30, "the lane")
+
+
 def test_an_engine_that_dies_is_started_again(system: Machine) -> None:
     drop_in(system, "/etc/systemd/system/lane-b.service.d/quick.conf", QUICK)
+    restart(system)
     main = inspect(system, "b", "{{.State.Pid}}")
     system.run("pkill", "-9", "-P", main)
     system.wait_for(lambda: system.show("lane-b.service", "NRestarts") == "1", 30, "a restart")

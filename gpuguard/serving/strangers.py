@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from gpuguard.core.doctor_facts import NvmlCard
-from gpuguard.errors import CommandError, ProbeError
+from gpuguard.errors import CommandError, CommandNotFoundError, ProbeError
 from gpuguard.host import Host
 from gpuguard.host.reading import read_text
 from gpuguard.serving.memory import allowed_bytes, look_at_cards
@@ -54,27 +54,34 @@ def stranger_problem(host: Host, names: frozenset[str]) -> tuple[str | None, str
     if note is not None:
         return None, f"whether others use the cards is not known: {note}"
     pids = {pid for card in cards for pid in card.processes}
-    own = frozenset(_own(host, pids, names)) if pids else frozenset()
-    return "; ".join(strangers(cards, own, read_baseline(host))) or None, None
+    own, unasked = own_pids(host, pids, names) if pids else (frozenset(), ())
+    found = list(strangers(cards, own, read_baseline(host)))
+    return "; ".join((*found, *unasked)) if found else None, None
 
 
-def _own(host: Host, pids: set[int], names: frozenset[str]) -> Iterator[int]:
-    """By control group, as systemd, Podman and Docker make them; else by parents."""
+def own_pids(
+    host: Host, pids: set[int], names: frozenset[str]
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Which processes are of our lanes, and who could not be asked about the others.
+
+    By control group, as systemd, Podman and Docker make them; else by parents.
+
+    Args:
+        host: where.
+        pids: of processes, whoever's.
+        names: of our lanes.
+    """
     units = {f"lane-{name}.service" for name in names}
     groups = {pid: _group(host, pid) for pid in pids}
-    left = set()
-    for pid, group in groups.items():
-        if units & set(group.split("/")):
-            yield pid
-        else:
-            left.add(pid)
-    if not left:
-        return
-    containers = _containers(host, names)
+    # as Quadlet runs containers, too: a group of their own below the unit's
+    own = {pid for pid, group in groups.items() if units & set(group.split("/"))}
+    if own == pids:
+        return frozenset(own), ()
     mains = {Systemd(host).show(unit).pid for unit in units} - {0}
-    for pid in left:
-        if any(one in groups[pid] for one in containers) or mains & set(_line(host, pid)):
-            yield pid
+    own |= {pid for pid in pids - own if mains & set(_line(host, pid))}
+    containers, unasked = _containers(host, names) if own != pids else ((), ())
+    own |= {pid for pid in pids - own if any(one in groups[pid] for one in containers)}
+    return frozenset(own), unasked if own != pids else ()
 
 
 def _group(host: Host, pid: int) -> str:
@@ -96,16 +103,20 @@ def _line(host: Host, pid: int) -> Iterator[int]:
         pid = int(parents[0]) if parents else 0
 
 
-def _containers(host: Host, names: frozenset[str]) -> tuple[str, ...]:
-    """Docker keeps its containers in groups of their own, by id."""
+def _containers(host: Host, names: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Ids of our containers: Docker's are in groups of their own, and so may be Podman's."""
     found: list[str] = []
-    for name in sorted(names):
+    unasked: list[str] = []
+    ours = {f"lane-{name}" for name in names}
+    for tool in ("docker", "podman"):
+        command = (tool, "ps", "--no-trunc", "--format={{.ID}} {{.Names}}")
         try:
-            done = host.run(
-                "docker", "ps", "-q", "--no-trunc",
-                "--filter", f"label=com.docker.compose.project=lane-{name}", timeout=_TOOL_SECONDS,
-            )  # fmt: skip
-        except CommandError:  # also: there is no docker
-            return tuple(found)
-        found += [word for word in done.stdout.split() if len(word) >= 12]  # noqa: PLR2004
-    return tuple(found)
+            lines = host.run(*command, timeout=_TOOL_SECONDS).stdout.splitlines()
+        except CommandNotFoundError:
+            continue
+        except CommandError as error:
+            unasked.append(f"whether they are in a container of ours is not known: {error.message}")
+            continue
+        rows = [line.split() for line in lines]
+        found += [row[0] for row in rows if len(row) == 2 and row[1] in ours]  # noqa: PLR2004
+    return tuple(found), tuple(unasked)
