@@ -117,7 +117,7 @@ def lanes_part(box: P2pBox) -> Part:
 def test_p2p_as_wanted_and_as_started(box: P2pBox) -> None:
     host = LocalHost(box.root)
     lane = make_lane(requires={"p2p": "preferred"})
-    store.write_release(host, store.Release(lane, ()))
+    store.write_release(host, store.Release(lane, ()), anew=True)
     store.write_active(host, store.Active(lane_id=lane.lane_id, last_good=lane.lane_id))
     series = lanes_of(series_of(box))
     assert series["gpuguard_lane_p2p_wanted"] == 1

@@ -149,6 +149,25 @@ def test_a_lane_edited_while_it_serves_is_noticed_and_goes_on_as_it_was(two: Lan
     assert two.json("lane", "status")["notices"] == []
 
 
+def test_a_switch_has_the_files_of_today_and_a_rollback_those_of_then(two: LaneHost) -> None:
+    unit = two.path("/etc/systemd/system/lane-b.service")
+    kept = two.path(f"/var/lib/gpuguard/lanes/releases/{two.lane_id('b')}.json")
+
+    def older() -> None:  # as a gpuguard before this one would have made them
+        assert "RestartSec=15" in kept.read_text()
+        kept.write_text(kept.read_text().replace("RestartSec=15", "RestartSec=14"))
+
+    assert two.switch("b")["outcome"] == "promoted"
+    older()
+    assert two.switch("a")["outcome"] == "promoted"
+    assert two.json("lane", "rollback")["serving"] == two.lane_id("b")
+    assert "RestartSec=14" in unit.read_text()
+    assert two.switch("a")["outcome"] == "promoted"
+    assert two.switch("b")["serving"] == two.lane_id("b")
+    assert "RestartSec=15" in unit.read_text()
+    assert two.json("lane", "status")["notices"] == []
+
+
 def test_a_unit_that_somebody_edited_is_noticed(two: LaneHost) -> None:
     file = two.path("/etc/systemd/system/lane-a.service")
     file.write_text(file.read_text().replace("max-num-seqs 4", "max-num-seqs 400"))

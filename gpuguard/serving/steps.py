@@ -106,8 +106,10 @@ class Steps:
     def _preflight(self, switch: Switch) -> str | None:
         self.refusals = self.look(switch)
         if not self.refusals:  # what was refused is not kept: nobody is to fall back on it
-            for release in self._pending.values():
-                store.write_release(self._host, release)
+            for lane_id, release in self._pending.items():
+                # who asks for a lane by name gets the files that this gpuguard makes of it
+                anew = switch.kind == "switch" and lane_id == switch.new
+                store.write_release(self._host, release, anew=anew)
             self._pending.clear()
         return "; ".join(refusal.message for refusal in self.refusals) or None
 

@@ -179,10 +179,16 @@ def release_file(release_id: str) -> str:
     return f"{RELEASES_DIR}/{release_id}.json"
 
 
-def write_release(host: Host, release: Release) -> None:
-    """Keep a release; one that was promoted stays as it is, with the files of its time."""
+def write_release(host: Host, release: Release, *, anew: bool) -> None:
+    """Keep a release.
+
+    Args:
+        host: where.
+        release: what is about to be started.
+        anew: also if it was promoted once. Else that stays as it is, with the files of its time.
+    """
     file = release_file(release.release_id)
-    if was_promoted(host, release.release_id) and read_bytes(host, file) is not None:
+    if not anew and was_promoted(host, release.release_id) and read_bytes(host, file) is not None:
         return
     files = [dataclasses.asdict(one) for one in release.files]
     _save_private(host, file, {"lane": lane_document(release.lane), "files": files})
