@@ -34,7 +34,7 @@ ANSIBLE = REPO / "ansible"
 WHEELS = "/srv/wheels"
 #: What the roles install from the distribution, besides what the bare root has.
 _PACKAGES = ("python3-apt", "prometheus", "prometheus-alertmanager", "prometheus-node-exporter",
-             "haproxy", "libnuma1")  # fmt: skip
+             "haproxy", "libnuma1", "g++")  # fmt: skip
 _PERSISTENCED = """\
 [Unit]
 Description=Stand-in for NVIDIA's persistence daemon

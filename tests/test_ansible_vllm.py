@@ -48,7 +48,7 @@ def site() -> Iterator[Site]:
         site.variables |= {
             "vllm_lanes": {"real": _lane()},
             "vllm_activate": "real",
-            "vllm_packages": ["libnuma1"],
+            "vllm_packages": ["libnuma1", "g++"],
         }
         site.boot()
         yield site
@@ -92,7 +92,8 @@ def _lane() -> dict[str, Any]:
 
 def test_from_bare_to_a_real_engine_that_answers(site: Site) -> None:
     run = site.play()
-    assert run.returncode == 0, run.output
+    said = site.system.journal("-u", "lane-real.service", "-n", "80")
+    assert run.returncode == 0, f"{run.output}\n{said}"
     assert site.answers()
     main = site.system.show("lane-real.service", "MainPID")
     owner = site.system.run("ps", "-o", "user=", "-p", main).stdout.strip()
