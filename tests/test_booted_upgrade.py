@@ -66,6 +66,15 @@ def test_systemd_finds_no_fault_in_the_units(system: Machine) -> None:
     assert "ordering cycle" not in system.journal()
 
 
+def test_no_unit_takes_the_devices_away_that_it_needs(system: Machine) -> None:
+    # A list of devices would leave the gate without cards, and grub-probe without disks; several
+    # of systemd's settings imply one. Where there is a list, the cards are on it.
+    for unit in ("gpuguard-verify.service", "gpuguard-rebuild.service"):
+        assert system.show(unit, "DeviceAllow") == ""
+        assert system.show(unit, "DevicePolicy") == "auto"
+    assert "char-nvidia rw" in system.show("gpuguard.service", "DeviceAllow")
+
+
 def test_the_running_kernel_is_made_ready_and_booted(system: Machine) -> None:
     done = system.gpuguard("rebuild")
     assert done.returncode == 0, done.stdout + done.stderr
