@@ -193,6 +193,14 @@ def test_everything_fails_and_that_is_said_honestly(served: LaneHost) -> None:
     assert (served.serving(), served.front()) == (served.lane_id("a"), 200)
 
 
+def test_the_very_first_switch_fails(lane_host: LaneHost) -> None:
+    assert lane_host.json("lane", "status")["status"] == 0  # nobody has asked for anything yet
+    lane_host.lane("a", env={"STUB_FATAL": "Engine core initialization failed"})
+    assert lane_host.switch("a")["status"] == 71
+    status = lane_host.json("lane", "status")
+    assert (status["status"], [n["code"] for n in status["notices"]]) == (1, ["lane-none-active"])
+
+
 def break_lane_a(host: LaneHost) -> None:
     """Its unit's engine can be started no more: from now on each start ends at once."""
     host.path("/etc/systemd/system/lane-a.service.d/broken.conf").write_text(

@@ -18,7 +18,7 @@ from gpuguard.serving.keeping import missing_images
 from gpuguard.serving.lane import unit_of
 from gpuguard.serving.lane_file import lane_names, read_lane
 from gpuguard.serving.lanes import is_edited
-from gpuguard.serving.machine import Switch
+from gpuguard.serving.machine import Outcome, Switch
 from gpuguard.serving.observed import started_without_p2p
 from gpuguard.serving.p2p_policy import P2pDecision
 from gpuguard.serving.readiness import served
@@ -178,7 +178,7 @@ def _notices(host: Host, seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
         )
     if seen.is_switching:
         return
-    yield from _serving(seen, blind)
+    yield from _serving(host, seen, blind)
     yield from _front(seen, blind.front)
     if seen.release is not None:
         yield from _files(host, seen.release)
@@ -187,16 +187,9 @@ def _notices(host: Host, seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
         yield from _images(host, seen.active)
 
 
-def _serving(seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
+def _serving(host: Host, seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
     if seen.active.lane_id is None:
-        if seen.active.last_good is not None:
-            last = seen.active.last_good
-            yield Notice(
-                "lane-none-active",
-                "critical",
-                f"no lane is active since the last switch failed; the last good one was {last}",
-                "gpuguard lane history tells why; gpuguard lane rollback starts the last good one",
-            )
+        yield from _none_active(host, seen.active.last_good)
         return
     if seen.release is None and blind.release is None:
         yield Notice(
@@ -217,6 +210,22 @@ def _serving(seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
             f"{unit.name} is {unit.active}, {unit.sub}, and the lane does not answer",
             f"journalctl -u {unit.name}; systemctl start {unit.name}",
         )
+
+
+def _none_active(host: Host, last_good: str | None) -> Iterator[Notice]:
+    """Nothing, where nobody has switched yet: a host that is being set up is in order."""
+    tried = store.read_history(host)
+    if last_good is None and not (tried and tried[-1].get("outcome") == Outcome.FAILED):
+        return
+    text = "no lane is active since the last switch failed"
+    remedy = "gpuguard lane history tells why; gpuguard lane "
+    if last_good is None:
+        yield Notice(
+            "lane-none-active", "critical", f"{text}; none was before", f"{remedy}switch NAME"
+        )
+        return
+    text = f"{text}; the last good one was {last_good}"
+    yield Notice("lane-none-active", "critical", text, f"{remedy}rollback starts the last good one")
 
 
 def _front(seen: LanesStatus, trouble: FrontError | None) -> Iterator[Notice]:
