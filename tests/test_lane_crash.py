@@ -108,13 +108,37 @@ def test_power_loss_in_a_step(two: LaneHost, until: str, least: int) -> None:
         assert entry["outcome"] == ("refused" if until == "drain" else "rolled-back")
 
 
-def step_before(host: LaneHost, number: int) -> str | None:
+def step_before(host: LaneHost, number: int, name: str = "c") -> str | None:
     """Let a switch die before a write; the step that it was in."""
     host.run("lane", "resume")
     if host.serving() != host.lane_id("a"):
         back_to_a(host)
-    host.run("lane", "switch", "c", die_at=number)
+    host.run("lane", "switch", name, die_at=number)
     return recorded_step(host)
+
+
+def test_a_rollback_after_an_interrupted_switch_goes_back_once(two: LaneHost) -> None:
+    two.lane("bad", env={"STUB_ANSWER": "!"})
+    number = next(n for n in range(7, _MANY) if step_before(two, n, "bad") == "ready")
+    before = len(two.history())
+    assert two.run("lane", "rollback").status == 0
+    assert two.serving() == two.lane_id("a"), number
+    assert [entry["outcome"] for entry in two.history()[before:]] == ["rolled-back"]
+
+
+def test_until_the_old_lane_is_stopped_it_alone_may_be_started(two: LaneHost) -> None:
+    two.lane("c")
+    for number in range(1, _MANY):
+        step = step_before(two, number, "c")
+        allowed = [name for name in ("a", "c") if two.run("lane", "prepare", name).status == 0]
+        assert len(allowed) == 1, (number, step)
+        if step in (None, "preflight", "snapshot", "drain"):
+            assert allowed == ["a"], (number, step)
+        if step in ("start", "ready"):
+            assert allowed == ["c"], (number, step)
+            break
+    else:
+        pytest.fail("it never came to the start")
 
 
 def test_a_second_crash_gives_the_new_lane_up(two: LaneHost) -> None:

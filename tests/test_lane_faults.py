@@ -88,10 +88,50 @@ def test_no_room_for_a_snapshot(fresh: LaneHost) -> None:
         f"&& cp -a /srv/kept/. {folder}",
     )  # fmt: skip
     assert small.returncode == 0, small.stderr
-    before = fresh.unit("lane-a.service")["MainPID"]
+    assert refused(fresh, "b") == ["lane-disk-full"]
     said = fresh.run("lane", "switch", "b")
     assert (said.status, "[lane-disk-full]" in said.err) == (69, True), said.err
-    assert (fresh.unit("lane-a.service")["MainPID"], fresh.front()) == (before, 200)
+
+
+def test_a_disk_that_fills_up_on_the_way_keeps_no_lane_from_coming_back(fresh: LaneHost) -> None:
+    fresh.lane("b")
+    assert fresh.switch("b")["outcome"] == "promoted"
+    assert fresh.switch("a")["outcome"] == "promoted"
+    folder = "/var/lib/gpuguard/lanes"
+    small = fresh.command(
+        "sh", "-c", f"cp -a {folder} /srv/kept && mount -t tmpfs -o size=18m none {folder} "
+        f"&& cp -a /srv/kept/. {folder}",
+    )  # fmt: skip
+    assert small.returncode == 0, small.stderr
+    fresh.lane("bad", env={"STUB_START_SECONDS": "3", "STUB_ANSWER": "!"})
+    run = fresh.start("lane", "switch", "bad")
+    run.says("waiting for")
+    fresh.command("dd", "if=/dev/zero", f"of={folder}/big", "bs=1M", "count=12")
+    assert run.wait().status == 70
+    assert (fresh.serving(), fresh.front()) == (fresh.lane_id("a"), 200)
+    done = fresh.json("lane", "rollback")
+    assert (done["status"], done["serving"]) == (0, fresh.lane_id("b")), done
+    assert any("MiB free" in note for note in done["notes"])
+
+
+def test_what_cannot_be_removed_takes_no_good_lane_down(fresh: LaneHost) -> None:
+    for number in range(25):
+        fresh.path(f"/var/lib/gpuguard/lanes/snapshots/{number}.json").mkdir(parents=True)
+    fresh.lane("b")
+    done = fresh.switch("b")
+    assert (done["status"], fresh.serving(), fresh.front()) == (0, fresh.lane_id("b"), 200)
+    assert any("could be removed" in note for note in done["notes"])
+
+
+def test_a_proxy_that_dies_in_the_middle(served: LaneHost) -> None:
+    served.lane("b", env={"STUB_START_SECONDS": "3"})
+    run = served.start("lane", "switch", "b")
+    run.says("waiting for")
+    served.stop_front()
+    assert run.wait().status == 69
+    assert served.serving() == served.lane_id("b")
+    served.start_front()
+    wait_for(lambda: served.front() == 200, "its file leads to the new lane")
 
 
 def test_a_proxy_that_is_down(served: LaneHost) -> None:

@@ -127,6 +127,25 @@ def test_ctrl_c_leads_back(two: LaneHost) -> None:
     assert two.history()[-1]["outcome"] == "rolled-back"
 
 
+def test_a_drained_lane_gets_traffic_again_by_its_name(two: LaneHost) -> None:
+    assert two.run("lane", "drain").status == 0
+    assert two.front() == 503
+    said = two.run("lane", "switch", "a")
+    assert (said.status, two.front()) == (0, 200), said.err
+    assert "serves already" in said.out
+
+
+def test_an_engine_that_hangs_does_not_count_as_serving(two: LaneHost) -> None:
+    pid = str(two.unit("lane-a.service")["MainPID"])
+    two.command("pkill", "-STOP", "-P", pid)
+    two.command("kill", "-STOP", pid)
+    said = two.run("lane", "switch", "a")
+    two.command("pkill", "-CONT", "-P", pid)
+    two.command("kill", "-CONT", pid)
+    assert (said.status, "does not answer" in said.err) == (69, True), said.err
+    assert two.run("lane", "switch", "a").status == 0
+
+
 def test_the_eta_comes_from_the_history(two: LaneHost) -> None:
     two.lane("eta", env={"STUB_START_SECONDS": "2"})
     assert "no earlier start is known" in two.run("lane", "switch", "eta", "-n").out

@@ -28,6 +28,7 @@ from gpuguard.serving.front import FrontError
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.lane_file import InvalidLaneError, lane_names, read_lane, read_lane_file
 from gpuguard.serving.lint import errors_of
+from gpuguard.serving.machine import LED_BACK
 from gpuguard.serving.sight import check_lane
 from gpuguard.serving.status import lane_rows, look_at_lanes
 from gpuguard.serving.store import read_active, read_history
@@ -145,8 +146,9 @@ def switch(
     be what its file says, and pass its gate before it gets traffic; else the old one is
     started again, then the fallbacks of the lane file.
 
-    Exit status: 0 done, 69 refused and nothing was stopped, 70 failed and another lane
-    serves, 71 failed and nothing serves, 75 another switch is under way.
+    Exit status: 0 done, 69 refused and nothing was stopped, or done and the front cannot be
+    told (the message says which), 70 failed and another lane serves, 71 failed and nothing
+    serves, 75 another switch is under way.
     """
     _go(ctx.obj, Chosen(name), dry_run=dry_run)
 
@@ -155,7 +157,9 @@ def switch(
 def rollback(ctx: typer.Context, *, dry_run: DryRun = False) -> None:
     """Go back to the lane that served before, exactly as it was then.
 
-    After a switch that failed altogether: start the last good lane. Exit status as of switch.
+    After a switch that failed altogether: start the last good lane. After one that was
+    interrupted: bring it to its end, and go back only if that was a new lane. Exit status as of
+    switch.
     """
     _go(ctx.obj, Chosen(None), dry_run=dry_run)
 
@@ -173,9 +177,14 @@ def _go(context: Context, chosen: Chosen, *, dry_run: bool) -> None:
     with changing_lanes(context) as lanes:
         interrupted = lanes.finish_interrupted()
         if interrupted is not None:
-            say_result(context, *interrupted, quiet=context.json)
+            result, steps = interrupted
+            is_back = chosen.name is None and result.outcome in LED_BACK
+            say_result(context, result, steps, quiet=context.json and not is_back)
+            if is_back:  # there already: a second step back would be one too far
+                raise typer.Exit(0 if steps.front_problem is None else 69)
         intent = chosen.intend(lanes)
         if intent.switch is None:
+            lanes.give_traffic(intent.release.lane)
             if context.json:
                 context.print_json(intent_document(intent))
             else:

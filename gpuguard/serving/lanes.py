@@ -10,7 +10,8 @@ from gpuguard.errors import ConfigError, PreflightError, StateError
 from gpuguard.host import Host
 from gpuguard.proof import boot_id
 from gpuguard.serving import store
-from gpuguard.serving.front import Front, quietly
+from gpuguard.serving.engine import Engine
+from gpuguard.serving.front import Front, FrontError, quietly
 from gpuguard.serving.front_config import Route
 from gpuguard.serving.history import expected_seconds
 from gpuguard.serving.install import install_release
@@ -20,11 +21,13 @@ from gpuguard.serving.lint import errors_of
 from gpuguard.serving.machine import Switch, recover
 from gpuguard.serving.preflight import Refusal
 from gpuguard.serving.render import render
-from gpuguard.serving.sight import check_lane, disk_problem
+from gpuguard.serving.sight import check_lane
 from gpuguard.serving.steps import Settings, Steps
 from gpuguard.serving.store import Release
 from gpuguard.serving.switching import Result, new_switch, run
 from gpuguard.serving.systemd import Systemd
+
+_OK = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +151,6 @@ class Lanes:
     def carry_out(self, intent: Intent) -> tuple[Result, Steps]:
         """Make the switch of an intent that has one."""
         assert intent.switch is not None  # noqa: S101 - the caller has looked
-        if (problem := disk_problem(self._host)) is not None:  # not even our own record fits
-            raise PreflightError(problem, code="lane-disk-full", hint="df -h /var/lib/gpuguard")
         return self._run(intent.switch, intent.pending)
 
     def _steps(self, pending: tuple[Release, ...] = ()) -> Steps:
@@ -221,6 +222,25 @@ class Lanes:
         if release is not None:
             steps.wait_idle(release.lane)
         return None if release is None else release.lane, tuple(steps.notes)
+
+    def give_traffic(self, lane: Lane) -> None:
+        """Send traffic to the active lane, which runs, and see that it answers.
+
+        Raises:
+            FrontError: the proxy does not obey.
+            PreflightError: the lane runs, and does not answer.
+        """
+        if (problem := self.reopen_front()) is not None:
+            raise FrontError(f"{lane.lane_id} gets no traffic: {problem}")
+        answer = Engine(lane.port).get("/health")
+        if answer.status != _OK:
+            said = answer.text if answer.status == 0 else f"HTTP {answer.status}"
+            raise PreflightError(
+                f"{lane.lane_id} runs already, and does not answer: {said.strip()[:100]}",
+                code="lane-down",
+                hint=f"it may still be starting: journalctl -u {lane.unit}; "
+                f"else: systemctl restart {lane.unit}, or gpuguard lane rollback",
+            )
 
     def reopen_front(self) -> str | None:
         """Send traffic to the active lane if the proxy does not; why that cannot be done."""

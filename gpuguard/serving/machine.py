@@ -67,6 +67,8 @@ _WON = {
     Role.BACK: Outcome.ROLLED_BACK,
     Role.FALLBACK: Outcome.FELL_BACK,
 }
+#: The lane before, or another that was good, serves at the end of these.
+LED_BACK = frozenset({Outcome.REFUSED, Outcome.ROLLED_BACK, Outcome.FELL_BACK})
 _MAX_RECOVERIES = 3
 
 

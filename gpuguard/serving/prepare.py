@@ -33,7 +33,8 @@ from gpuguard.state import LANE_STATE_DIR
 
 _P2P_CACHE = "gpu_p2p_access_cache_for_*.json"
 _FINGERPRINTS = f"{LANE_STATE_DIR}/fingerprints"  # <lane id>.json: of its last start
-_ENDED = frozenset({Step.UNDRAIN, Step.HALT, Step.DONE})
+#: Steps in which the target may be started; before them the active lane serves.
+_STARTS = frozenset({Step.STOP, Step.START, Step.READY, Step.IDENTITY, Step.GATE, Step.PROMOTE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +90,10 @@ def _refuse_unproven(lane: Lane, decision: P2pDecision) -> None:
 
 
 def _chosen(host: Host, name: str) -> Lane:
-    """The release that a switch under way starts, else the active one."""
+    """The release that a switch under way starts, else the active one: never both at a time."""
     switch = read_switch(host)
     chosen = read_active(host).lane_id
-    if switch is not None and switch.step not in _ENDED:
+    if switch is not None and switch.step in _STARTS:
         chosen = switch.target
     if chosen is not None:
         lane = read_release(host, chosen).lane

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpuguard.errors import GpuguardError
+from gpuguard.errors import GpuguardError, StateError
 from gpuguard.host import Host
 from gpuguard.host.reading import list_dir
 from gpuguard.proof import boot_id
@@ -132,6 +132,9 @@ class Steps:
             front=front,
             progress=self._progress,
         )
+        if facts.disk is not None and not asked_for:  # a record less, but a lane that serves
+            self._note(facts.disk)
+            facts = replace(facts, disk=None)
         facts = replace(facts, p2p=foresee(self._host, lane, self._prover))
         if facts.p2p.note is not None:
             self._note(f"{lane.lane_id}: {facts.p2p.note}")
@@ -165,7 +168,7 @@ class Steps:
         return None
 
     def _snapshot(self, switch: Switch) -> str | None:
-        if (problem := disk_problem(self._host)) is not None:
+        if switch.kind == "switch" and (problem := disk_problem(self._host)) is not None:
             return problem
         active = store.read_active(self._host)
         proof = proof_of(self._host)
@@ -183,7 +186,12 @@ class Steps:
             "gate": active.gate,
             "proof": None if proof is None else {"created": proof.created, "driver": proof.driver},
         }
-        store.write_snapshot(self._host, switch.switch_id, document)
+        try:
+            store.write_snapshot(self._host, switch.switch_id, document)
+        except StateError as error:
+            if switch.kind == "switch":
+                raise
+            self._note(error.message)
         self._note(*keep_images(self._host, kept, drop_others=False))
         return None
 
@@ -227,9 +235,10 @@ class Steps:
 
     def _stop(self, switch: Switch) -> str | None:
         lanes = [self._release(lane_id).lane for lane_id in switch.lanes]
-        seconds = {lane.unit: lane.timeouts.stop + _STOP_GRACE for lane in lanes}
-        for name in self._names():
-            seconds.setdefault(unit_of(name), _STOP_GRACE)
+        seconds = {unit_of(name): _STOP_GRACE for name in self._names()}
+        for lane in lanes:  # an edited lane has one unit and two limits: the engine has its own
+            limit = lane.timeouts.stop + _STOP_GRACE
+            seconds[lane.unit] = max(limit, seconds.get(lane.unit, 0.0))
         for unit, limit in seconds.items():
             state = self._systemd.stop(unit, limit)
             if not state.is_stopped:
@@ -318,10 +327,16 @@ class Steps:
             store.write_active(self._host, active)
             before = active
         self._open_front(lane)
-        self._note(*keep_images(self._host, lanes_to_keep(self._host), drop_others=True))
-        keep = {*switch.lanes, before.previous, before.last_good, switch.switch_id}
-        store.prune(self._host, frozenset(name for name in keep if name is not None))
+        try:
+            self._tidy(switch, before)
+        except (GpuguardError, OSError) as error:  # no reason to take a lane down that is good
+            self._note(f"not everything that is no longer needed could be removed: {error}")
         return None
+
+    def _tidy(self, switch: Switch, active: store.Active) -> None:
+        self._note(*keep_images(self._host, lanes_to_keep(self._host), drop_others=True))
+        keep = {*switch.lanes, active.previous, active.last_good, switch.switch_id}
+        store.prune(self._host, frozenset(name for name in keep if name is not None))
 
     def _open_front(self, lane: Lane) -> None:
         if self._front.is_installed():
