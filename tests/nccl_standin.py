@@ -1,7 +1,8 @@
 """A library in NCCL's place, for cards whose memory is the CPU's: sums that are right, or faults.
 
-It lies where NVIDIA's wheel puts it, and says how it connects cards as NCCL does. Faults are
-compiled in: ``wrong`` sums with P2P on, ``hang`` with P2P on, ``shm`` (it never takes P2P).
+It lies where NVIDIA's wheel puts it, and says how it connects cards as NCCL does. As in a unit that
+may talk to loopback alone, its ranks can meet there and nowhere else. Faults are compiled in:
+``wrong`` sums with P2P on, ``hang`` with P2P on, ``shm`` (it never takes P2P).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ int ncclGetVersion(int *version) { *version = 22899; return 0; }
 int ncclCommInitAll(void **handles, int size, const int *devices) {
     const char *debug = getenv("NCCL_DEBUG");
     const char *via = is_off() || FAULT == 3 ? "SHM/direct/direct" : "P2P/direct pointer";
+    const char *interface = getenv("NCCL_SOCKET_IFNAME");
+    if (interface == NULL || strcmp(interface, "lo") != 0) return 2; /* nothing else is allowed */
     if (FAULT == 2 && !is_off()) while (1) sleep(60);
     for (int rank = 0; rank < size; rank++) {
         handles[rank] = malloc(1);

@@ -12,6 +12,9 @@ _BYTES = 32 << 20
 _COMMON = {
     "NCCL_DEBUG": "INFO",  # says which transport it took
     "NCCL_NVLS_ENABLE": "0",  # NVLink multicast is another mechanism than P2P
+    # Its ranks meet over a socket, by itself on the first interface that is not loopback; a unit
+    # that may talk to loopback alone (gpuguard-lane-resume) would not get there.
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 _OFF = {"NCCL_P2P_DISABLE": "1"}
 #: Also between cards behind the CPU, where NCCL by itself prefers host memory.
