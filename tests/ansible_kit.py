@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,6 +181,7 @@ def bare_machine(folder: Path) -> Iterator[Machine]:
         _fill_archive(root, base)
         shutil.copytree(_driver_layer(base) / CLONE.lstrip("/"), root / CLONE.lstrip("/"))
         shutil.copytree(_wheels(base), root / WHEELS.lstrip("/"))
+        add_cuda_wheels(root / WHEELS.lstrip("/"))
         with mounted(root):
             chroot(root, "apt-get", "-q", "update")
             # what pulls in the next kernel is on every installed Debian
@@ -250,6 +252,28 @@ def _wheels(base: Base) -> Path:
         )  # fmt: skip
         shutil.copy(constraints, mark)
     return folder
+
+
+def add_cuda_wheels(folder: Path) -> None:
+    """What the extra deep needs, as the role pins it, with nothing in it: the real are large."""
+    lines = (ANSIBLE / "roles/gpuguard/files/constraints.txt").read_text().splitlines()
+    wanted = project()["optional-dependencies"]["deep"]
+    for line in lines:
+        name, _, version = line.partition("==")
+        if any(need.startswith(name) for need in wanted):
+            _empty_wheel(folder, name.replace("-", "_"), version)
+
+
+def _empty_wheel(folder: Path, name: str, version: str) -> None:
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
 
 
 def project() -> dict[str, Any]:

@@ -105,7 +105,7 @@ def test_pinned_versions_are_within_what_gpuguard_asks_for() -> None:
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     lowered = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
     project = ansible_kit.project()
-    for text in project["dependencies"]:
+    for text in (*project["dependencies"], *project["optional-dependencies"]["deep"]):
         requirement = Requirement(text)
         assert requirement.specifier.contains(lowered[requirement.name.lower()]), text
 

@@ -78,6 +78,15 @@ def test_from_bare_to_a_lane_that_answers(site: Site) -> None:
     assert answer["choices"][0]["text"], answer
 
 
+def test_what_proves_p2p_by_bytes_comes_with_it(site: Site) -> None:
+    said = site.system.run(
+        "/opt/gpuguard/bin/python", "-m", "pip", "list", "--format=freeze"
+    ).stdout
+    assert {"cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13"} <= {
+        line.partition("==")[0].replace("_", "-") for line in said.splitlines()
+    }
+
+
 def test_the_second_run_changes_nothing(site: Site) -> None:
     again = site.play()
     assert again.returncode == 0, again.output
