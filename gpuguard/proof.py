@@ -6,6 +6,7 @@ Two tiers: what the driver *grants*, as the gate saw it, and what *bytes* have s
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -23,7 +24,12 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """A verification that was healthy."""
+    """A verification that was healthy.
+
+    ``visible``: cards that the driver shows, also those that do not count. ``together``: so many of
+    them, from the first on the PCI bus on, were granted P2P with each other. None: of a gpuguard
+    that did not write it down.
+    """
 
     boot_id: str  # "": a tree without one
     created: str  # RFC 3339, UTC
@@ -35,6 +41,8 @@ class Proof:
     cards: tuple[str, ...]  # UUIDs
     pairs: int  # expected ordered pairs, all of them OK
     source: str  # who says so: nvml+nvidia-smi
+    visible: int | None = None
+    together: int | None = None
 
 
 def boot_id(host: Host) -> str:
@@ -67,7 +75,7 @@ def read_proof(host: Host) -> Proof | None:
         ProbeError: it cannot be read.
         StateError: it is no proof, or others than root could have written it.
     """
-    known = _read(host, PROOF_FILE, tuple(Proof.__dataclass_fields__))
+    known = _read(host, PROOF_FILE, Proof)
     return None if known is None else Proof(**known)
 
 
@@ -117,7 +125,7 @@ def read_deep_proof(host: Host) -> DeepProof | None:
         ProbeError: it cannot be read.
         StateError: it is no such record, or others than root could have written it.
     """
-    known = _read(host, DEEP_PROOF_FILE, tuple(DeepProof.__dataclass_fields__))
+    known = _read(host, DEEP_PROOF_FILE, DeepProof)
     return None if known is None else DeepProof(**known)
 
 
@@ -138,14 +146,18 @@ def _remove(host: Host, file: str) -> None:
         raise StateError(f"{file} cannot be removed: {error.strerror}") from error
 
 
-def _read(host: Host, file: str, fields: tuple[str, ...]) -> dict[str, Any] | None:
+def _read(host: Host, file: str, kind: type[Proof | DeepProof]) -> dict[str, Any] | None:
     content = read_bytes(host, file, max_bytes=1 << 20)
     if content is None:
         return None
     _refuse_untrusted(host, file)
     try:
         document: dict[str, Any] = json.loads(content)
-        known = {name: document[name] for name in fields}
+        known = {
+            field.name: document[field.name]
+            for field in dataclasses.fields(kind)
+            if field.default is dataclasses.MISSING or field.name in document
+        }
         known["cards"] = tuple(map(str, known["cards"]))
         is_known = document["schema"] == _SCHEMA
     except (ValueError, KeyError, TypeError) as error:

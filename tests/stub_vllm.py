@@ -24,6 +24,7 @@ STUB_DEAD_SECONDS=S   between the engine's death and the server's exit (vLLM: 5)
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -77,7 +78,9 @@ class State:
         self.slots = threading.Semaphore(int(given.get("max-num-seqs", "128")))
         self.tokens = int(fault("KV_TOKENS") or 2048 * asked)
         self.shutdown_timeout = float(given.get("shutdown-timeout", "0"))
-        self.cards = int(given.get("tensor-parallel-size", "1"))
+        self.cards = math.prod(
+            int(given.get(f"{way}-parallel-size", "1")) for way in ("tensor", "pipeline", "data")
+        )
         self.cache_dtype = given.get("kv-cache-dtype", "auto")
         self.lock = threading.Lock()
         self.running = self.waiting = self.succeeded = self.open = 0

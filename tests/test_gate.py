@@ -24,6 +24,8 @@ from tests.p2pbox import P2pBox, program_environment
 from tests.schema import check_verify
 from tests.trees import make_tree
 
+BUS = [f"0000:0{number}:00.0" for number in (1, 2, 3)]
+
 
 @pytest.fixture(scope="module")
 def base() -> Iterator[Path]:
@@ -75,6 +77,39 @@ def test_open(host: Box) -> None:
     assert (proof["verdict"], proof["identity"], proof["driver"]) == ("ok", "patched", "999.10.01")
     assert len(proof["cards"]) == 3
     assert (host.root / "run/gpuguard/proof.json").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    ("p2p", "counted", "together"),
+    [
+        ({}, 3, 3),
+        ({"groups": [BUS[:2]]}, 3, 2),
+        ({"groups": [BUS[1:]]}, 3, 1),
+        ({"gpus": BUS[:2]}, 3, 2),
+        ({"exclude": BUS[2:]}, 2, 2),
+        ({"exclude": BUS[:1]}, 2, 1),  # the first one that CUDA shows is not for P2P
+    ],
+)
+def test_which_cards_reach_each_other(
+    host: Box, p2p: dict[str, Any], counted: int, together: int
+) -> None:
+    configure(host.root, p2p=p2p)
+    assert gate(host).status == 0
+    proof = read_proof(LocalHost(host.root))
+    assert proof is not None
+    assert (len(proof.cards), proof.visible, proof.together) == (counted, 3, together)
+
+
+def test_a_proof_that_a_gpuguard_before_left_is_still_one(host: Box) -> None:
+    gate(host)
+    file = host.root / "run/gpuguard/proof.json"
+    document = json.loads(file.read_text())
+    for name in ("visible", "together"):
+        del document[name]
+    file.write_text(json.dumps(document))
+    proof = read_proof(LocalHost(host.root))
+    assert proof is not None
+    assert (proof.pairs, proof.together) == (6, None)
 
 
 def test_a_proof_is_of_one_boot(host: Box) -> None:

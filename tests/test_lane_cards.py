@@ -83,6 +83,21 @@ def test_p2p_that_is_required_needs_a_proof_of_this_boot(fresh: LaneHost) -> Non
     assert "NCCL_P2P_DISABLE" not in environment(fresh, "b")
 
 
+def test_cards_without_a_grant_between_all_of_them_are_no_ground_for_a_lane(
+    fresh: LaneHost,
+) -> None:
+    fresh.pretend_bus(4)
+    fresh.pretend_driver()
+    fresh.prove(pairs=4, visible=4, together=2)  # p2p.groups: two and two
+    wants = {"engine": {"gpus": "all"}, "requires": {"p2p": "required", "proof": "grant"}}
+    for flag in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"):
+        fresh.lane("b", **wants, args={flag: 4, "disable-custom-all-reduce": True})
+        assert refused(fresh, "b") == ["lane-p2p-unproven"]
+    fresh.lane("b", **wants, args={"tensor-parallel-size": 2, "disable-custom-all-reduce": True})
+    assert fresh.switch("b")["outcome"] == "promoted"
+    assert environment(fresh, "b")["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
 def test_p2p_that_is_preferred_is_off_without_a_proof(fresh: LaneHost) -> None:
     fresh.pretend_bus(4)
     fresh.pretend_driver()

@@ -47,6 +47,19 @@ class Grant:
         return tuple(g for g in self.p2p.gpus if g.pci_bus_id not in self.expected.exclude)
 
     @property
+    def together(self) -> int:
+        """So many cards, from the first on the PCI bus on, are expected to reach each other.
+
+        Excluded ones count where the driver sees them: CUDA shows them, too.
+        """
+        pairs = self.expected.expected_pairs(self.seen)
+        uuids = [g.uuid for g in sorted(self.p2p.gpus, key=lambda g: (g.pci_bus_id, g.index))]
+        for number, uuid in enumerate(uuids):
+            if any(not {(uuid, known), (known, uuid)} <= pairs for known in uuids[:number]):
+                return number
+        return len(uuids)
+
+    @property
     def sees_none(self) -> bool:
         """True if the driver answered that it has no card."""
         return self.p2p.source is None and self.p2p.reason == NO_DEVICES

@@ -300,7 +300,7 @@ def _p2p(lane: Lane, known: Surroundings) -> Iterator[Problem]:
             f"NCCL does not know NCCL_P2P_LEVEL={level}, and ignores it",
             "one of PIX, PXB, PHB, SYS",
         )
-    elif level is None and wants and lane.tensor_parallel > 1 and not known.nvlink:
+    elif level is None and crosses_cards(lane) and not known.nvlink:
         needed = known.level or "SYS"
         yield _warning(
             "lane-nccl-level",

@@ -15,6 +15,7 @@ from gpuguard.proof import DeepProof, Proof
 from gpuguard.serving.lane import Lane
 
 _OFF = {"NCCL_P2P_DISABLE": "1"}
+_BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # else CUDA counts the fastest card first
 #: Whether and where NCCL tells how it connects the cards: gpuguard's, unless a lane sets one.
 LOG_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 _TELLING = ("INFO", "TRACE")
@@ -74,8 +75,8 @@ class P2pDecision:
 
 
 def crosses_cards(lane: Lane) -> bool:
-    """It wants P2P, and one replica lies on several cards: NCCL has to connect them."""
-    return lane.wants_p2p and lane.tensor_parallel > 1
+    """It wants P2P, and lies on several cards, in whatever way: NCCL has to connect them."""
+    return lane.wants_p2p and lane.cards_needed > 1
 
 
 def tells_transport(lane: Lane) -> bool:
@@ -104,7 +105,7 @@ def decide(lane: Lane, proofs: Proofs, running: str | None, driver: DriverFacts)
         return P2pDecision(environment=_OFF if lane.engine.gpus == "all" else {}, tier=tier)
     gap = grant or (shown if lane.requires.proof == "bytes" else None)
     if gap is None:
-        return P2pDecision(tier=tier)
+        return P2pDecision(tier=tier, environment=_order(lane, proofs))
     return unproven(lane, gap, tier)
 
 
@@ -132,7 +133,32 @@ def grant_gap(lane: Lane, proofs: Proofs, running: str | None, driver: DriverFac
             remedy="gpuguard doctor tells why a card is missing; "
             "else lower the lane's parallel sizes",
         )
+    if (together := _together(proof)) < lane.cards_needed:
+        return Gap(
+            problem=f"P2P was granted over {proof.pairs} ordered pairs of {len(proof.cards)} "
+            f"cards, between each two of the first {together} on the PCI bus only; the lane "
+            f"spreads over the first {lane.cards_needed}",
+            remedy="gpuguard verify shows which pairs are expected (p2p.groups, p2p.gpus, "
+            "p2p.exclude, accepted pairs): expect all of the lane's, else lower its parallel "
+            "sizes or set requires: {p2p: none}",
+        )
     return None
+
+
+def _together(proof: Proof) -> int:
+    """So many cards, from the first on the PCI bus on, were granted P2P with each other."""
+    if proof.together is not None:
+        return proof.together
+    number = len(proof.cards)  # written by a gpuguard that counted pairs alone
+    return number if proof.pairs >= number * (number - 1) else min(number, 1)
+
+
+def _order(lane: Lane, proofs: Proofs) -> dict[str, str]:
+    """Where not all cards reach each other, the engine must count them as the proof does."""
+    proof = proofs.grant
+    if proof is None or not crosses_cards(lane) or proof.visible in (None, proof.together):
+        return {}
+    return dict(_BUS_ORDER)
 
 
 def bytes_gap(proofs: Proofs, running: str | None, driver: DriverFacts) -> Gap | None:

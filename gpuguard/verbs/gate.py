@@ -133,4 +133,6 @@ def _proof(host: Host, facts: VerifyFacts, verification: Verification) -> Proof:
         cards=tuple(gpu.uuid for gpu in grant.seen),
         pairs=len(grant.expected.expected_pairs(grant.seen)),
         source="+".join(verification.sources),
+        visible=len(grant.p2p.gpus),
+        together=grant.together,
     )
