@@ -120,12 +120,13 @@ def test_a_digest_that_nobody_has_ends_the_run(host: Host) -> None:
 
 
 def test_an_image_is_pulled_by_its_digest_and_serves_after_a_switch(host: Host) -> None:
-    system, started = host.system, host.started()
+    system = host.system
     name = _in_the_registry_alone(system)
+    started = host.started()
     run = _with_lane(host, "b", _lane(name))
     assert run.returncode == 0, run.output
     system.run("podman", "image", "exists", name)
-    assert host.started() == started, "declared, not activated"
+    assert host.started() == started, system.journal("-u", "lane-a.service", "-n", "60")
     again = host.play()
     assert (again.returncode, again.count("gpu1", "changed")) == (0, 0), again.output
     system.gpuguard("lane", "switch", "b", check=True)
