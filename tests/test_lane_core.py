@@ -17,7 +17,7 @@ from gpuguard.serving.lane_file import InvalidLaneError, kept_lane, parse_lane
 from gpuguard.serving.machine import Outcome, Role, Step, Switch, advance, interrupt, recover
 from gpuguard.serving.nccl_log import variables
 from gpuguard.serving.p2p_policy import P2pDecision, Proofs, Tier, decide, tells_transport
-from gpuguard.serving.readiness import Glance, lost
+from gpuguard.serving.readiness import Glance, lost, waits_for
 from gpuguard.serving.reading import (
     block_size,
     fatal_line,
@@ -27,7 +27,7 @@ from gpuguard.serving.reading import (
     transports,
 )
 from gpuguard.serving.smoke import is_degenerate
-from gpuguard.serving.systemd import UnitState
+from gpuguard.serving.systemd import UnitState, parse_show
 from tests.test_lane_lint import make_lane
 
 # --- the state machine
@@ -373,3 +373,7 @@ def test_a_unit_that_nothing_starts_is_given_up_soon() -> None:
     assert "not-found" in (lost(lane, replace(glance, stopped=6.0)) or "")
     coming = replace(unit, load="loaded", active="activating")
     assert lost(lane, replace(glance, unit=coming, stopped=6.0)) is None
+    queued = parse_show("lane-int4.service", "LoadState=loaded\nActiveState=inactive\nJob=139\n")
+    assert not queued.is_stopped
+    assert lost(lane, replace(glance, unit=queued, stopped=6.0)) is None
+    assert "waits for units before it" in waits_for(replace(glance, unit=queued))

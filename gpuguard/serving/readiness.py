@@ -41,24 +41,32 @@ class Glance:
 
 def lost(lane: Lane, glance: Glance) -> str | None:
     """Why it will not come up any more; None: it still may."""
-    unit = glance.unit
     lines = glance.lines or ()
     if (fatal := fatal_line(lines)) is not None:
         return f"the engine gave up: {fatal}"
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     said = f"; its last line: {last}" if last else ""
-    if unit.active == "failed" or unit.sub == "auto-restart":
-        return f"{unit.name} ended ({unit.result}, status {unit.exit_status}){said}"
-    if unit.is_stopped and glance.stopped >= _STOPPED_SECONDS:
-        loaded = f" ({unit.load})" if unit.load not in ("", "loaded") else ""
-        return f"{unit.name} is {unit.active}{loaded}, and nothing starts it{said}"
-    if unit.restarts > 0:
-        return f"{unit.name} died while it was starting, and was started again{said}"
+    if (why := _unit_lost(glance)) is not None:
+        return f"{glance.unit.name} {why}{said}"
     if hangs_in_nccl(lines) and glance.quiet >= lane.timeouts.no_progress:
         return (
             f"it says nothing since it named NCCL, {glance.quiet:.0f} s ago: P2P is suspected "
             "(collectives hang, though copies may work)"
         )
+    return None
+
+
+def _unit_lost(glance: Glance) -> str | None:
+    unit = glance.unit
+    if unit.is_queued:  # a gate that has failed runs again before each start, and may take minutes
+        return None
+    if unit.active == "failed" or unit.sub == "auto-restart":
+        return f"ended ({unit.result}, status {unit.exit_status})"
+    if unit.is_stopped and glance.stopped >= _STOPPED_SECONDS:
+        loaded = f" ({unit.load})" if unit.load not in ("", "loaded") else ""
+        return f"is {unit.active}{loaded}, and nothing starts it"
+    if unit.restarts > 0:
+        return "died while it was starting, and was started again"
     return None
 
 
@@ -95,6 +103,8 @@ def is_ready(glance: Glance) -> bool:
 
 def waits_for(glance: Glance) -> str:
     """What it has not shown yet, for a person who waits."""
+    if glance.unit.is_queued:
+        return f"the start of {glance.unit.name} waits for units before it, the gate for one"
     if not glance.unit.is_running:
         return f"{glance.unit.name} is {glance.unit.active or 'unknown'}"
     for name, answer in (("/health", glance.health), ("/v1/models", glance.models)):

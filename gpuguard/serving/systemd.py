@@ -16,7 +16,7 @@ _LINES = 400
 _PROPERTIES = (
     "LoadState", "ActiveState", "SubState", "Result", "MainPID", "NRestarts", "InvocationID",
     "FragmentPath", "SourcePath", "NeedDaemonReload", "ExecMainStatus", "ExecMainCode",
-    "DropInPaths",
+    "DropInPaths", "Job",
 )  # fmt: skip
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _OF_COMPOSE = re.compile(
@@ -44,11 +44,17 @@ class UnitState:
     needs_reload: bool = False
     exit_status: int = 0
     drop_ins: tuple[str, ...] = ()
+    job: int = 0
+
+    @property
+    def is_queued(self) -> bool:
+        """It does not run, and will: its start waits for what must come before it."""
+        return self.active in _STOPPED and self.job > 0
 
     @property
     def is_stopped(self) -> bool:
         """Nothing of it runs, and nothing will by itself."""
-        return self.active in _STOPPED
+        return self.active in _STOPPED and self.job == 0
 
     @property
     def is_running(self) -> bool:
@@ -75,6 +81,7 @@ def parse_show(name: str, text: str) -> UnitState:
         drop_ins=tuple(
             path for path in values.get("DropInPaths", "").split() if not path.startswith("/usr/")
         ),
+        job=_number(values.get("Job")),
     )
 
 
@@ -110,6 +117,8 @@ class Systemd:
 
     def stop(self, unit: str, seconds: float) -> UnitState:
         """Stop it, with SIGKILL when the time is over; the state afterwards.
+
+        A start that is queued is taken back.
 
         Raises:
             CommandError: systemd refuses or does not answer.
