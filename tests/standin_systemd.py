@@ -87,6 +87,19 @@ def save(name: str, **values: Any) -> None:
     new.rename(STATE / f"{name}.json")
 
 
+def may_start(name: str, settings: Settings) -> bool:
+    """Counts a start, by whomever; false: there were too many, until reset-failed or later."""
+    burst = int(first(settings, "StartLimitBurst", "5"))
+    since = time.time() - float(first(settings, "StartLimitIntervalSec", "10"))
+    file = STATE / f"{name}.starts"
+    before = [float(line) for line in file.read_text().split()] if file.exists() else []
+    recent = [at for at in before if at > since]
+    if burst and len(recent) >= burst:
+        return False
+    file.write_text("\n".join(map(str, [*recent, time.time()])))
+    return True
+
+
 class Supervisor:
     """Runs one unit until it is stopped or gives up."""
 
@@ -115,18 +128,20 @@ class Supervisor:
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, self.stop_wanted)
-        starts = 0
-        burst = int(first(self.settings, "StartLimitBurst", "5"))
         while True:
+            if not may_start(self.name, self.settings):
+                failed = self.values["Result"] != "success"
+                result = self.values["Result"] if failed else "start-limit-hit"
+                self.note("failed", "failed", MainPID=0, Result=result)
+                return
             self.invocation = uuid.uuid4().hex
             LOGS.mkdir(parents=True, exist_ok=True)
-            starts += 1
             with (LOGS / f"{self.invocation}.log").open("ab") as log:
                 result, status = self.once(log)
             if self.stopping.is_set():
                 self.note("inactive", "dead", MainPID=0, Result="success")
                 return
-            if first(self.settings, "Restart") != "always" or starts >= burst:
+            if first(self.settings, "Restart") != "always":
                 failed = result != "success"
                 state = ("failed", "failed") if failed else ("inactive", "dead")
                 self.note(*state, MainPID=0, Result=result, ExecMainStatus=status)
@@ -267,6 +282,7 @@ def systemctl(argv: list[str]) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(state_of(name).get("MainPID", 0) or 1 << 22, signal.SIGKILL)
         case ["reset-failed", name]:
+            (STATE / f"{name}.starts").unlink(missing_ok=True)
             if state_of(name)["ActiveState"] == "failed":
                 (STATE / f"{name}.json").unlink()
         case ["daemon-reload"]:

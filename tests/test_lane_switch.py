@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 
@@ -207,8 +208,6 @@ def test_after_a_boot_the_active_lane_starts_by_itself(fresh: LaneHost) -> None:
 
 
 def test_a_clock_that_was_wrong_by_years(fresh: LaneHost) -> None:
-    import os
-
     for file in fresh.path("/var/lib/gpuguard/lanes").rglob("*.json*"):
         file.write_text(file.read_text().replace("202", "209"))  # all was written in the future
         os.utime(file, (4e9, 4e9))
@@ -218,3 +217,21 @@ def test_a_clock_that_was_wrong_by_years(fresh: LaneHost) -> None:
     assert fresh.switch("b")["outcome"] == "promoted"
     assert fresh.json("lane", "rollback")["outcome"] == "promoted"
     assert fresh.serving() == fresh.lane_id("a")
+
+
+def test_the_remedy_of_a_lane_that_died_too_often_starts_it(fresh: LaneHost) -> None:
+    """Three starts an hour are all that systemd gives it, a person's included."""
+    unit = "lane-a.service"
+    killed = {0}
+    for _ in range(3):
+        wait_for(lambda: fresh.unit(unit)["MainPID"] not in killed, "a start")
+        main = fresh.unit(unit)["MainPID"]
+        os.killpg(main, signal.SIGKILL)
+        killed.add(main)
+    wait_for(lambda: fresh.unit(unit)["ActiveState"] == "failed", "the limit")
+    assert fresh.systemctl("start", unit).returncode != 0
+    (down,) = fresh.json("lane", "status")["notices"]
+    assert (down["code"], fresh.front()) == ("lane-down", 503)
+    remedy = down["remedy"].rpartition("; ")[2].split()
+    assert fresh.run(*remedy[1:]).status == 0
+    wait_for(lambda: fresh.front() == 200, "the lane is back")

@@ -28,6 +28,8 @@ from gpuguard.serving.store import Active, Release
 from gpuguard.serving.systemd import Systemd, UnitState
 
 _OK = 200
+#: Also after three starts in an hour, from when on systemctl start is refused.
+_START = "gpuguard lane resume"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ def _serving(host: Host, seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
             "lane-down",
             "critical",
             f"{unit.name} is {unit.active}, {unit.sub}, and the lane does not answer",
-            f"journalctl -u {unit.name}; systemctl start {unit.name}",
+            f"journalctl -u {unit.name}; {_START}",
         )
 
 
@@ -307,7 +309,7 @@ def _p2p(release: Release, seen: LanesStatus) -> Iterator[Notice]:
             "lane-p2p-off",
             "warning",
             f"{lane.lane_id} was started with P2P off, before it was proven",
-            f"systemctl restart {lane.unit}, after gpuguard lane drain",
+            f"gpuguard lane drain; systemctl stop {lane.unit}; {_START}",
         )
 
 
