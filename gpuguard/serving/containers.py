@@ -73,6 +73,17 @@ def image_id(host: Host, tool: str, image: str) -> str | None:
     return str(_only(done.stdout).get("Id", "")) if done.exit_status == 0 else None
 
 
+def image_user(host: Host, tool: str, image: str) -> str:
+    """As whom an image runs, in its own words: ``2000:0``, ``vllm``; "" is root.
+
+    Raises:
+        CommandError: the tool cannot be asked.
+        ValueError, TypeError, AttributeError: it answers in a way not known here.
+    """
+    done = host.run(tool, "image", "inspect", image, timeout=_TOOL_SECONDS)
+    return str((_only(done.stdout).get("Config") or {}).get("User") or "")
+
+
 def look_at_container(host: Host, lane: Lane, cache: str) -> tuple[Container | None, str | None]:
     """What runs as the lane, or why that cannot be told.
 

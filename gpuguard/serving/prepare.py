@@ -8,8 +8,6 @@ chose: two of them do not fit on the cards.
 from __future__ import annotations
 
 import json
-import os
-import pwd
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,17 +20,16 @@ from gpuguard.host.reading import read_bytes
 from gpuguard.probes.kernels import probe_running
 from gpuguard.probes.p2p import probe_pci_gpus
 from gpuguard.serving import nccl_log
+from gpuguard.serving.caches import FINGERPRINTS, make_cache
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.machine import Step
 from gpuguard.serving.p2p_policy import P2pDecision, fingerprint
 from gpuguard.serving.proving import NOBODY, Prover, make_sure
-from gpuguard.serving.render import cache_dir, env_file
+from gpuguard.serving.render import env_file
 from gpuguard.serving.sight import driver_of, proof_of
 from gpuguard.serving.store import read_active, read_release, read_switch
-from gpuguard.state import LANE_STATE_DIR
 
 _P2P_CACHE = "gpu_p2p_access_cache_for_*.json"
-_FINGERPRINTS = f"{LANE_STATE_DIR}/fingerprints"  # <lane id>.json: of its last start
 #: Steps in which the target may be started; before them the active lane serves.
 _STARTS = frozenset({Step.STOP, Step.START, Step.READY, Step.IDENTITY, Step.GATE, Step.PROMOTE})
 
@@ -70,7 +67,8 @@ def prepare(
     decision = make_sure(host, lane, prover, progress, again=again)
     _refuse_unproven(lane, decision)
     notes = [decision.note] if decision.note else []
-    folder = _make_cache(host, lane)
+    folder, said = make_cache(host, lane)
+    notes += said
     moved = _drop_outdated(host, lane, folder)
     notes += [f"moved aside, made for another driver, module or set of cards: {p}" for p in moved]
     nccl_log.forget(host, lane)
@@ -85,7 +83,7 @@ def _refuse_unproven(lane: Lane, decision: P2pDecision) -> None:
         raise PreflightError(
             f"lane {lane.name} requires P2P, and is not started: {decision.refusal}",
             code="lane-p2p-unproven",
-            hint=f"{decision.gap.remedy}; then systemctl start {lane.unit}",
+            hint=f"{decision.gap.remedy}; then gpuguard lane resume",
         )
 
 
@@ -106,22 +104,13 @@ def _chosen(host: Host, name: str) -> Lane:
     )
 
 
-def _make_cache(host: Host, lane: Lane) -> Path:
-    folder = host.make_dir(cache_dir(lane.lane_id))
-    if lane.engine.backend == "venv" and os.geteuid() == 0:
-        with suppress(KeyError):
-            account = pwd.getpwnam(lane.engine.user)
-            os.chown(folder, account.pw_uid, account.pw_gid)
-    return folder
-
-
 def _drop_outdated(host: Host, lane: Lane, folder: Path) -> list[str]:
     """The engine writes its P2P cache once and believes it for ever."""
     cards: tuple[str, ...] = ()
     with suppress(ProbeError):
         cards = probe_pci_gpus(host)
     now = fingerprint(proof_of(host), probe_running(host), driver_of(host), cards)
-    file = f"{_FINGERPRINTS}/{lane.lane_id}.json"
+    file = f"{FINGERPRINTS}/{lane.lane_id}.json"
     before = None
     with suppress(ValueError, ProbeError):
         before = json.loads(read_bytes(host, file, max_bytes=1 << 16) or b"null")

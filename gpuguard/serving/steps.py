@@ -13,6 +13,7 @@ from gpuguard.host import Host
 from gpuguard.host.reading import list_dir
 from gpuguard.proof import boot_id
 from gpuguard.serving import store
+from gpuguard.serving.caches import prune_caches
 from gpuguard.serving.engine import Engine
 from gpuguard.serving.front import Front, FrontError, FrontUnknownError, quietly
 from gpuguard.serving.front_config import Route
@@ -334,9 +335,13 @@ class Steps:
         return None
 
     def _tidy(self, switch: Switch, active: store.Active) -> None:
-        self._note(*keep_images(self._host, lanes_to_keep(self._host), drop_others=True))
+        lanes = lanes_to_keep(self._host)
+        self._note(*keep_images(self._host, lanes, drop_others=True))
         keep = {*switch.lanes, active.previous, active.last_good, switch.switch_id}
-        store.prune(self._host, frozenset(name for name in keep if name is not None))
+        keep |= {lane.lane_id for lane in lanes}
+        kept = frozenset(name for name in keep if name is not None)
+        store.prune(self._host, kept)
+        self._note(*prune_caches(self._host, kept))
 
     def _open_front(self, lane: Lane) -> None:
         if self._front.is_installed():

@@ -24,7 +24,7 @@ from gpuguard.host.reading import list_dir, read_bytes
 from gpuguard.serving.lane import Lane, lane_document
 from gpuguard.serving.lane_file import kept_lane
 from gpuguard.serving.machine import Outcome, Role, Step, Switch
-from gpuguard.serving.render import RenderedFile
+from gpuguard.serving.render import RenderedFile, cache_dir
 from gpuguard.state import LANE_STATE_DIR
 
 ACTIVE_FILE = f"{LANE_STATE_DIR}/active.json"
@@ -270,8 +270,15 @@ def write_snapshot(host: Host, name: str, document: dict[str, Any]) -> None:
 
 
 def is_warm(host: Host, lane_id: str) -> bool:
-    """Whether this release was ready once: its kernels are compiled."""
-    return os.path.lexists(host.path(f"{WARM_DIR}/{lane_id}"))
+    """Whether this release was ready once, and the kernels that it compiled are still there."""
+    if not os.path.lexists(host.path(f"{WARM_DIR}/{lane_id}")):
+        return False
+    try:
+        return any(host.path(cache_dir(lane_id)).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # somebody who may not look
+        return True
 
 
 def mark_warm(host: Host, lane_id: str) -> None:
