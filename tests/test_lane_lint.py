@@ -116,6 +116,13 @@ KNOWN = Surroundings(
         ({"env": {"VLLM_CACHE_ROOT": "/x"}}, {}, "lane-variable-reserved", "error"),
         ({"env": {"VLLM_API_KEY": "x"}}, {}, "lane-secret", "error"),
         ({"env": {"HF_TOKEN": "x"}}, {}, "lane-secret", "error"),
+        *(
+            ({"env": env, "requires": {"p2p": p2p}}, {}, "lane-visible-cards",
+             "warning" if p2p == "none" else "error")
+            for env in ({"CUDA_VISIBLE_DEVICES": "2,3"}, {"NVIDIA_VISIBLE_DEVICES": "0"})
+            for p2p in ("required", "preferred", "none")
+        ),
+        ({"env": {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}}, {}, "lane-visible-cards", "error"),
         ({"args": {"hf-token": "x"}}, {}, "lane-secret", "error"),
         *(
             (

@@ -24,6 +24,8 @@ _SECRET_ARGS = frozenset({"api-key", "hf-token"})
 _SECRET_ENV = re.compile(r"_(?:KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 _TRUE = ("1", "true", "True")
 _DUMMY = "dummy"
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+_ORDER, _BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ def lint(lane: Lane, known: Surroundings) -> tuple[Problem, ...]:
         *_engine(lane),
         *_arguments(lane, known),
         *_variables(lane),
+        *_which_cards(lane),
         *_timeouts(lane),
         *_cards(lane, known),
         *_cache(lane, known),
@@ -165,6 +168,29 @@ def _variables(lane: Lane) -> Iterator[Problem]:
                 "file of mode 0600, named by EnvironmentFile= in a drop-in: "
                 f"systemctl edit {lane.unit}",
             )
+
+
+def _which_cards(lane: Lane) -> Iterator[Problem]:
+    """What lets the engine see other cards than those that are counted and proven."""
+    if lane.engine.gpus == "none":
+        return
+    say = _error if lane.wants_p2p else _warning
+    for name in _VISIBLE:
+        if name in lane.env and lane.env[name] != "all":
+            yield say(
+                "lane-visible-cards",
+                f"env.{name} picks cards: how many there are, and what is proven between them, is "
+                "known of all of them and of the first ones on the PCI bus",
+                f"leave {name} out: the engine takes the first cards, as many as it needs",
+            )
+    order = lane.env.get(_ORDER, _BUS)
+    if order != _BUS and crosses_cards(lane):
+        yield _error(
+            "lane-visible-cards",
+            f"env.{_ORDER} is {order}: the engine would count cards otherwise than the proof of "
+            "P2P does",
+            f"leave {_ORDER} out, or env: {{{_ORDER}: {_BUS}}}",
+        )
 
 
 def _timeouts(lane: Lane) -> Iterator[Problem]:
