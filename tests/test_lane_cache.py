@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from pathlib import Path
 
 import pytest
 
 from gpuguard.host import LocalHost
+from gpuguard.serving import store
 from gpuguard.serving.caches import make_cache
+from gpuguard.serving.prepare import prepare
 from tests.lanekit import LaneHost, settle
 from tests.test_lane_lint import IMAGE, make_lane
 from tests.trees import make_tree
@@ -123,3 +126,52 @@ def test_the_account_of_an_image_can_write_its_cache(
     os.chown(folder, 4711, -1)  # by hand
     if user == "vllm":
         assert make_cache(LocalHost(tmp_path / "root"), lane) == (folder, ())
+
+
+def note_of(build_id: bytes) -> bytes:
+    """As the kernel shows it below /sys/module."""
+    return struct.pack("<III", 4, len(build_id), 3) + b"GNU\0" + build_id
+
+
+NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (x)\n"
+DRIVEN: dict[str, str | bytes] = {
+    "proc/sys/kernel/osrelease": "6.1.0-30-amd64\n",
+    "proc/driver/nvidia/version": NVRM.format("580.95.05"),
+    "sys/module/nvidia/notes/.note.gnu.build-id": note_of(b"a" * 20),
+    **{f"sys/bus/pci/devices/0000:0{n}:00.0/vendor": "0x10de\n" for n in (1, 2)},
+    **{f"sys/bus/pci/devices/0000:0{n}:00.0/class": "0x030000\n" for n in (1, 2)},
+}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"proc/sys/kernel/osrelease": "6.1.0-31-amd64\n"},
+        {
+            "proc/driver/nvidia/version": str(DRIVEN["proc/driver/nvidia/version"]).replace(
+                "95", "96"
+            )
+        },
+        {"sys/module/nvidia/notes/.note.gnu.build-id": note_of(b"b" * 20)},
+        {"sys/bus/pci/devices/0000:02:00.0/vendor": "0x8086\n"},
+    ],
+    ids=["kernel", "driver", "module", "cards"],
+)
+def test_the_engines_word_on_p2p_holds_for_one_state_alone(
+    tmp_path: Path, other: dict[str, str | bytes]
+) -> None:
+    host = LocalHost(make_tree(tmp_path, DRIVEN))
+    engine = {"backend": "venv", "venv": "/opt/vllm", "image": None, "user": "root"}
+    lane = make_lane(engine=engine, requires={"p2p": "preferred"})
+    store.write_release(host, store.Release(lane, ()), anew=True)
+    store.write_active(host, store.Active(lane_id=lane.lane_id))
+    prepare(host, lane.name)
+    word = host.path(f"/var/cache/gpuguard/lanes/{lane.lane_id}/gpu_p2p_access_cache_for_0,1.json")
+    word.write_text('{"0->1": true}')
+    prepare(host, lane.name)
+    assert word.exists()  # nothing has changed
+    make_tree(tmp_path, other)
+    done = prepare(host, lane.name)
+    (aside,) = word.parent.glob("gpu_p2p_access_cache_for_*")
+    assert aside.name.startswith(f"{word.name}.outdated-")
+    assert any("moved aside" in note for note in done.notes)
