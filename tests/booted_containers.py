@@ -83,7 +83,8 @@ tar -chf /srv/rootfs.tar -T /srv/rootfs.list 2>/dev/null
 
 _IMPORT = """
 cd /srv && cp rootfs.tar image.tar && tar --append -f image.tar -C /srv/image .
-podman import -q --change 'ENTRYPOINT ["/usr/local/bin/vllm","serve"]' image.tar localhost/vllm:{0}
+podman import -q --change 'ENTRYPOINT ["/usr/local/bin/vllm","serve"]' {1} \
+    image.tar localhost/vllm:{0}
 rm -r image image.tar
 """
 
@@ -134,7 +135,7 @@ def _add_engines(base: Base, folder: Path) -> None:
                 link.unlink()
 
 
-def image(system: Machine, version: str) -> str:
+def image(system: Machine, version: str, user: str = "") -> str:
     """An image of the stub in Podman's store, by digest; each version has another content."""
     if not system.path("/srv/rootfs.tar").exists():
         system.run("sh", "-c", _ROOTFS)
@@ -146,7 +147,8 @@ def image(system: Machine, version: str) -> str:
     program.write_text(f"#!/usr/bin/python3\n# {version}\n{stub}")
     program.chmod(0o755)
     shutil.copy(REPO / "tests/golden/vllm-0.32.0-metrics.txt", program.parent / "golden")
-    system.run("sh", "-ec", _IMPORT.format(version), timeout=120)
+    as_user = f"--change 'USER {user}'" if user else ""
+    system.run("sh", "-ec", _IMPORT.format(version, as_user), timeout=120)
     said = system.run("podman", "image", "inspect", "--format={{.Digest}}", f"vllm:{version}")
     return f"localhost/vllm@{said.stdout.strip()}"
 

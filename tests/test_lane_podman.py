@@ -53,6 +53,15 @@ def test_forward_and_back(system: Machine) -> None:
     assert lane(system, "status")["verdict"] == "ok"
 
 
+def test_an_image_that_does_not_run_as_root_keeps_its_kernels(system: Machine) -> None:
+    declare(system, "plain", "quadlet", image(system, "plain", user="2000:2000"))
+    done = lane(system, "switch", "plain")
+    assert (done["outcome"], done["notes"]) == ("promoted", []), done["reasons"]
+    (compiled,) = system.live_path("/var/cache/gpuguard/lanes").glob("plain-*/compiled")
+    assert compiled.stat().st_uid == 2000
+    assert lane(system, "rollback")["outcome"] == "promoted"
+
+
 def test_an_image_that_is_not_here_stops_nothing(system: Machine) -> None:
     started = inspect(system, "a", "{{.State.StartedAt}}")
     declare(system, "gone", "quadlet", f"localhost/vllm@sha256:{'ab' * 32}")
