@@ -1,6 +1,7 @@
-"""Lanes on cards behind a gate that is red and slow, under a real systemd.
+"""What is slow or fails for a moment beside lanes, under a real systemd: the gate, systemd itself.
 
-Every start of such a lane runs a gate again that has failed, and its own start is queued meanwhile.
+Every start of a lane on cards runs a gate again that has failed, and its own start is queued
+meanwhile.
 """
 
 from __future__ import annotations
@@ -8,7 +9,15 @@ from __future__ import annotations
 import pytest
 
 from tests.booted import Machine
-from tests.test_lane_booted import environment, front, is_active, lane, system, write_lane
+from tests.test_lane_booted import (
+    RECORD,
+    environment,
+    front,
+    is_active,
+    lane,
+    system,
+    write_lane,
+)
 
 __all__ = ["system"]
 pytestmark = pytest.mark.slow
@@ -16,6 +25,11 @@ GATE = "gpuguard-verify.service"
 _RED = """[Service]
 ExecStart=
 ExecStart=/bin/sh -c "sleep 12; exit 1"
+"""
+AT_BOOT = "gpuguard-lane.service"
+_ONCE_DEAF = """#!/bin/sh
+if [ -e /run/deaf ]; then rm /run/deaf; echo 'Connection timed out' >&2; exit 1; fi
+exec /usr/bin/systemctl "$@"
 """
 _ON_CARDS = {"engine": {"gpus": "all"}, "requires": {"p2p": "preferred"}}
 
@@ -52,3 +66,37 @@ def test_a_start_that_is_queued_is_taken_back(system: Machine) -> None:
         True, False, 200,
     )  # fmt: skip
     assert system.show("lane-hasty.service", "InvocationID") == ""
+
+
+def test_systemd_that_does_not_answer_for_once_costs_no_lane(system: Machine) -> None:
+    write_lane(system, "e")
+    assert lane(system, "switch", "e")["status"] == 0
+    tool = system.live_path("/opt/deaf/systemctl")
+    tool.parent.mkdir()
+    tool.write_text(_ONCE_DEAF)
+    tool.chmod(0o755)
+    drop_in = system.live_path(f"/etc/systemd/system/{AT_BOOT}.d/deaf.conf")
+    drop_in.parent.mkdir()
+    drop_in.write_text(
+        "[Service]\nRestartSec=1\nEnvironment=PATH=/opt/deaf:/usr/sbin:/usr/bin:/sbin:/bin\n"
+    )
+    system.systemctl("daemon-reload")
+    system.systemctl("stop", "lane-e.service")
+    system.live_path("/run/deaf").touch()
+    system.systemctl("restart", AT_BOOT)
+    system.wait_for(lambda: front(system) == 200, 60, "the lane")
+    system.wait_for(lambda: system.show(AT_BOOT, "ActiveState") == "inactive", 30, "its end")
+    assert (system.show(AT_BOOT, "NRestarts"), system.show(AT_BOOT, "Result")) == ("1", "success")
+
+
+def test_what_was_decided_is_not_tried_again(system: Machine) -> None:
+    """The machine loses power during a switch: back on the lane before, and that is that."""
+    write_lane(system, "slow", env={"STUB_START_SECONDS": "600"}, timeouts={"first_start": 900})
+    system.start("/opt/gpuguard/bin/gpuguard", "lane", "switch", "slow")
+    record = system.path(RECORD)
+    system.wait_for(lambda: record.exists() and '"ready"' in record.read_text(), 60, "the step")
+    system.reboot()
+    system.wait_for(
+        lambda: system.show(AT_BOOT, "ExecMainStatus") == "70", 120, "the end of the switch"
+    )
+    assert (system.show(AT_BOOT, "ActiveState"), front(system)) == ("failed", 200)
