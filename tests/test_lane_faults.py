@@ -123,6 +123,32 @@ def test_what_cannot_be_removed_takes_no_good_lane_down(fresh: LaneHost) -> None
     assert any("could be removed" in note for note in done["notes"])
 
 
+def test_a_record_that_was_moved_away_while_a_lane_serves(served: LaneHost) -> None:
+    active = served.path("/var/lib/gpuguard/lanes/active.json")
+    active.write_text("{")
+    assert served.run("lane", "status").status != 0
+    active.unlink()
+    status = served.json("lane", "status")
+    assert (status["status"], [n["code"] for n in status["notices"]]) == (1, ["lane-unrecorded"])
+    served.lane("b")  # the same port: what runs there is ours, and is stopped
+    assert served.switch("b")["outcome"] == "promoted"
+    assert (served.serving(), served.front()) == (served.lane_id("b"), 200)
+    assert served.unit("lane-a.service")["ActiveState"] == "inactive"
+
+
+def test_without_systemd_nothing_is_begun(served: LaneHost) -> None:
+    served.lane("b")
+    tool = served.path("/opt/tools/systemctl")
+    program = tool.read_text()
+    tool.write_text("#!/bin/sh\necho 'Failed to connect to bus: Connection refused' >&2\nexit 1\n")
+    said = served.run("lane", "switch", "b")
+    tool.write_text(program)
+    assert (said.status, served.state("switch")) == (69, None), said.err
+    assert "Failed to connect to bus" in said.err
+    assert "lane-systemd-silent" in said.err
+    assert served.front() == 200
+
+
 def test_a_proxy_that_dies_in_the_middle(served: LaneHost) -> None:
     served.lane("b", env={"STUB_START_SECONDS": "3"})
     run = served.start("lane", "switch", "b")

@@ -62,6 +62,8 @@ _ORDER = (
     Step.PROMOTE,
 )
 _HARMLESS = frozenset({Step.PREFLIGHT, Step.SNAPSHOT})
+#: The lane before still runs, or nothing did.
+NOTHING_STOPPED = _HARMLESS | {Step.DRAIN, Step.UNDRAIN}
 _WON = {
     Role.NEW: Outcome.PROMOTED,
     Role.BACK: Outcome.ROLLED_BACK,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +217,14 @@ def _serving(host: Host, seen: LanesStatus, blind: _Blind) -> Iterator[Notice]:
 
 def _none_active(host: Host, last_good: str | None) -> Iterator[Notice]:
     """Nothing, where nobody has switched yet: a host that is being set up is in order."""
+    if running := tuple(_running(host)):
+        yield Notice(
+            "lane-unrecorded",
+            "critical",
+            f"{' and '.join(running)} runs, and no record says that it serves",
+            "gpuguard lane switch NAME stops it, and starts the lane that is to serve",
+        )
+        return
     tried = store.read_history(host)
     if last_good is None and not (tried and tried[-1].get("outcome") == Outcome.FAILED):
         return
@@ -228,6 +237,15 @@ def _none_active(host: Host, last_good: str | None) -> Iterator[Notice]:
         return
     text = f"{text}; the last good one was {last_good}"
     yield Notice("lane-none-active", "critical", text, f"{remedy}rollback starts the last good one")
+
+
+def _running(host: Host) -> Iterator[str]:
+    """Units of known lanes that run; none where nobody can be asked, which is said elsewhere."""
+    with suppress(CommandError, ProbeError):
+        names = {one.rpartition("-")[0] for one in store.release_ids(host)}
+        for unit in map(unit_of, sorted(names)) if host.is_live else ():
+            if Systemd(host).show(unit).is_running:
+                yield unit
 
 
 def _front(seen: LanesStatus, trouble: FrontError | None) -> Iterator[Notice]:

@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpuguard.errors import GpuguardError, StateError
+from gpuguard.errors import CommandError, GpuguardError, StateError
 from gpuguard.host import Host
-from gpuguard.host.reading import list_dir
 from gpuguard.proof import boot_id
 from gpuguard.serving import store
 from gpuguard.serving.caches import prune_caches
@@ -117,6 +116,12 @@ class Steps:
     def look(self, switch: Switch) -> tuple[Refusal, ...]:
         """Everything that keeps the target from being started; changes nothing."""
         lane = self._release(switch.target).lane
+        try:
+            self._systemd.show(lane.unit)
+        except CommandError as error:  # what runs, and on which port, cannot be told either
+            said = (error.detail or error.message).strip().splitlines()[-1]
+            remedy = "see why: systemctl is-system-running"
+            return (Refusal("lane-systemd-silent", f"systemd does not answer: {said}", remedy),)
         # what was good once is not measured against newer rules when it must come back
         asked_for = switch.kind == "switch" and switch.role is Role.NEW
         is_new = asked_for or not store.was_promoted(self._host, switch.target)
@@ -147,9 +152,9 @@ class Steps:
         return refusals(facts)
 
     def _own_ports(self, switch: Switch) -> frozenset[int]:
-        """Ports of lanes that run now and will be stopped first."""
+        """Ports of lanes that run now and will be stopped first, recorded as active or not."""
         ports = set()
-        for lane_id in switch.lanes:
+        for lane_id in (*switch.lanes, *store.release_ids(self._host)):
             with suppress(GpuguardError):
                 lane = self._release(lane_id).lane
                 if not self._systemd.show(lane.unit).is_stopped:
@@ -256,8 +261,7 @@ class Steps:
         return None
 
     def _names(self) -> set[str]:
-        files = list_dir(self._host, store.RELEASES_DIR)
-        return {file.removesuffix(".json").rpartition("-")[0] for file in files}
+        return {one.rpartition("-")[0] for one in store.release_ids(self._host)}
 
     # --- the next lane
 

@@ -242,13 +242,23 @@ def was_promoted(host: Host, release_id: str) -> bool:
     return release_id in _promotions(host)
 
 
+def release_ids(host: Host) -> tuple[str, ...]:
+    """Every release that is kept.
+
+    Raises:
+        ProbeError: the folder cannot be read.
+    """
+    files = list_dir(host, RELEASES_DIR)
+    return tuple(sorted(file.removesuffix(".json") for file in files if file.endswith(".json")))
+
+
 def find_release(host: Host, name: str) -> str | None:
     """The release of a lane that was promoted last; None: none ever was, or none is kept.
 
     Raises:
         ProbeError, StateError: the record cannot be read.
     """
-    kept = {file.removesuffix(".json") for file in list_dir(host, RELEASES_DIR)}
+    kept = release_ids(host)
     promoted = [one for one in _promotions(host) if one.rpartition("-")[0] == name and one in kept]
     return promoted[-1] if promoted else None
 

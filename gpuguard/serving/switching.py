@@ -13,7 +13,15 @@ from typing import Any
 from gpuguard.errors import GpuguardError, Interrupted
 from gpuguard.host import Host
 from gpuguard.proof import boot_id
-from gpuguard.serving.machine import Outcome, Role, Step, Switch, advance, interrupt
+from gpuguard.serving.machine import (
+    NOTHING_STOPPED,
+    Outcome,
+    Role,
+    Step,
+    Switch,
+    advance,
+    interrupt,
+)
 from gpuguard.serving.steps import Steps
 from gpuguard.serving.store import (
     append_history,
@@ -86,7 +94,7 @@ def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None])
             after = advance(switch, failure)
         except Interrupted:
             failure, after = "interrupted", interrupt(switch)
-        if failure is not None and steps.host_goes_down():
+        if failure is not None and switch.step not in NOTHING_STOPPED and steps.host_goes_down():
             raise HostGoesDownError(switch)
         key = switch.step.value if switch.role is Role.NEW else f"{switch.target}/{switch.step}"
         seconds[key] = round(seconds.get(key, 0.0) + time.monotonic() - begun, 1)
