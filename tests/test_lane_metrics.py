@@ -16,12 +16,15 @@ from gpuguard.core.samples_lanes import OUTCOMES, STEPS
 from gpuguard.host import LocalHost
 from gpuguard.serving import store
 from gpuguard.serving.front_config import Route, render_front
+from gpuguard.serving.lane_file import parse_lane
 from gpuguard.serving.machine import Outcome, Step, Switch
 from gpuguard.verbs.observe import observe
 from tests.daemon_kit import Series, cards_only, configure, free_port, parse, serving, value
+from tests.monitoring import alerts
 from tests.monitoring_kit import http_server
 from tests.p2pbox import P2pBox
 from tests.test_lane_lint import make_lane
+from tests.test_lane_render import preset
 from tests.unprivileged import as_nobody, public_dir
 
 A, B = "a-000000000000", "b-111111111111"
@@ -133,6 +136,18 @@ def test_p2p_as_wanted_and_as_started(box: P2pBox) -> None:
     assert part.problem is None
     assert {"gpuguard_lane_info", "gpuguard_lane_p2p_on"} <= names
     assert "gpuguard_lane_p2p_wanted" not in names
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8", "bf16", "dense27b"])
+def test_a_switch_within_the_limits_of_a_preset_is_not_stuck(name: str) -> None:
+    """The new lane fails at the very end, and the one before, which is warm, comes back."""
+    lane = parse_lane(preset(name), f"{name}.yaml", name)
+    limits = lane.timeouts
+    stop = limits.stop + 120 + limits.memory  # until it is killed, and the cards are free
+    starts = limits.first_start + limits.start + 2 * (limits.prove + 60)
+    longest = limits.drain + 2 * stop + starts + 2 * lane.gate.seconds
+    (stuck,) = (rule for rule in alerts() if rule["alert"] == "GpuguardLaneSwitchStuck")
+    assert longest < int(stuck["expr"].rpartition(" ")[2])
 
 
 class Dead(http.server.BaseHTTPRequestHandler):

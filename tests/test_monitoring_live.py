@@ -235,7 +235,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         seen.await_query('gpuguard:hosts:count{verdict="ok"} == 1')
         seen.await_query("rate(vllm:generation_tokens_total[1m]) > 0")
         seen.await_query("increase(gpuguard_rebuilds_total[1m])")
-        seen.await_query("instance:gpuguard_lane_switching:bool == 0")
+        seen.await_query("instance:gpuguard_lane_stopped:bool == 0")
         yield seen
 
 
