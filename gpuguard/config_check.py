@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 
 from gpuguard.config import Config
@@ -17,8 +18,19 @@ if typing.TYPE_CHECKING:
 KeyTree = dict[str, "KeyTree | None"]
 
 # Reported by _unknown_keys, which sees every file and not only the value that wins.
-_UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
+UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
 _SHOWN_LENGTH = 40
+_SHOULD = re.compile(r"[A-Z][a-z]+ should ")
+_KINDS = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid array": "a list",
+    "a valid tuple": "a list",
+    "a valid list": "a list",
+    "a valid dictionary": "a mapping of keys",
+}
 
 
 def key_tree(record: type = Config) -> KeyTree:
@@ -66,7 +78,7 @@ def validate(documents: Sequence[Document], main: str) -> tuple[Config | None, l
     found = [
         _value_problem(detail, origins, main, main_is_empty=empty)
         for detail in details
-        if detail["type"] not in _UNKNOWN_KEY
+        if detail["type"] not in UNKNOWN_KEY
     ]
     # What could not even be read as a value was named already, in better words.
     named = {(each.file, each.key) for document in documents for each in document.problems}
@@ -114,37 +126,66 @@ def _unknown_in(
 ) -> Iterator[Problem]:
     for key, value in data.items():
         if key not in tree:
-            yield Problem(file, key_text((*at, key)), f"unknown key{_suggestion(key, at, tree)}")
+            said = unknown_key(key, at, tree, leaf_keys())
+            yield Problem(file, key_text((*at, key)), said)
         elif (below := tree[key]) is not None and isinstance(value, dict):
             yield from _unknown_in(value, below, (*at, key), file)
 
 
-def _suggestion(key: str, at: KeyPath, tree: KeyTree) -> str:
-    if near := difflib.get_close_matches(key, tree, n=1):
-        return f"; did you mean {key_text((*at, near[0]))}?"
-    elsewhere = {str(path[-1]): path for path in reversed(leaf_keys())}
+def unknown_key(key: str, at: KeyPath, known: Iterable[str], everywhere: Iterable[KeyPath]) -> str:
+    """What is said of a key that is none, with the one that was probably meant.
+
+    Args:
+        key: it.
+        at: what it stands in.
+        known: keys that may stand there.
+        everywhere: all keys there are; one is suggested that belongs elsewhere.
+    """
+    known = list(known)
+    if near := difflib.get_close_matches(key, known, n=1):
+        return f"unknown key; did you mean {key_text((*at, near[0]))}?"
+    elsewhere = {str(path[-1]): path for path in reversed(list(everywhere))}
     if near := difflib.get_close_matches(key, elsewhere, n=1):
-        return f"; did you mean {key_text(elsewhere[near[0]])}?"
-    return f"; known here: {', '.join(tree)}"
+        return f"unknown key; did you mean {key_text(elsewhere[near[0]])}?"
+    return f"unknown key; known here: {', '.join(known)}"
 
 
 def _value_problem(
     detail: ErrorDetails, origins: Mapping[KeyPath, Origin], main: str, *, main_is_empty: bool
 ) -> Problem:
-    path, kind = detail["loc"], detail["type"]
-    if kind == "missing":
+    path = detail["loc"]
+    if detail["type"] == "missing":
         remark = " (the file sets nothing)" if main_is_empty else ""
-        return Problem(main, key_text(path), f"required key is missing{remark}")
-    origin = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), None)
-    file = origin.file if origin else main
+        return Problem(main, key_text(path), f"{value_words(detail, None)}{remark}")
+    origin = origin_of(path, origins)
+    return Problem(origin.file if origin else main, key_text(path), value_words(detail, origin))
+
+
+def origin_of(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
+    """Where a value was written, or the nearest one around it."""
+    return next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), None)
+
+
+def value_words(detail: ErrorDetails, origin: Origin | None) -> str:
+    """What is wrong with a value, in words for whoever wrote the file."""
+    kind = detail["type"]
+    if kind == "missing":
+        return "required key is missing"
     if kind == "dataclass_type":
-        return Problem(
-            file, key_text(path), f"must be a mapping of keys, not {_shown(detail, origin)}"
-        )
-    message = detail["msg"].removeprefix("Value error, ")
-    quotes_help = kind == "string_type" and not isinstance(detail["input"], list)
+        return f"must be a mapping of keys, not {_shown(detail, origin)}"
+    own, said = kind == "value_error", detail["msg"]
+    if own:
+        said = said.removeprefix("Value error, ")
+    else:
+        said = _SHOULD.sub("must ", said, count=1)
+        for theirs, ours in _KINDS.items():
+            if said.startswith(f"must be {theirs}"):  # and how it was tried, after a comma
+                said = f"must be {ours}"
+    if own and not isinstance(detail["input"], str | int | float | list | None):
+        return said  # of a whole section
+    quotes_help = kind == "string_type" and not isinstance(detail["input"], list | dict)
     advice = "; put it in quotes" if quotes_help else ""
-    return Problem(file, key_text(path), f"{message} (got {_shown(detail, origin)}{advice})")
+    return f"{said} (got {_shown(detail, origin)}{advice})"
 
 
 def _shown(detail: ErrorDetails, origin: Origin | None) -> str:

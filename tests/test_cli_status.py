@@ -34,7 +34,7 @@ def test_a_typo_does_not_hide_an_unsafe_reboot(box: Box) -> None:
         "remedy": "correct the file, then run: gpuguard config validate",
         "evidence": {
             "gpuguard.yaml: kernels.ignor": "unknown key; did you mean kernels.ignore?",
-            "gpuguard.yaml: backups.keep": "Input should be greater than or equal to 1 (got 0)",
+            "gpuguard.yaml: backups.keep": "must be greater than or equal to 1 (got 0)",
         },
     }
     answer = box.run("status")

@@ -150,18 +150,18 @@ def test_status_is_told_about_a_wrong_file(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("build: {jobs: lots}", "build.jobs: Input should be a valid integer (got 'lots')"),
-        ("build: {jobs: '4'}", "build.jobs: Input should be a valid integer (got '4')"),
-        ("build: {jobs: 1.5}", "build.jobs: Input should be a valid integer (got 1.5)"),
-        ("build: {jobs: yes}", "build.jobs: Input should be a valid integer (got yes)"),
-        ("build: {jobs: }", "build.jobs: Input should be a valid integer (got nothing)"),
+        ("build: {jobs: lots}", "build.jobs: must be a whole number (got 'lots')"),
+        ("build: {jobs: '4'}", "build.jobs: must be a whole number (got '4')"),
+        ("build: {jobs: 1.5}", "build.jobs: must be a whole number (got 1.5)"),
+        ("build: {jobs: yes}", "build.jobs: must be a whole number (got yes)"),
+        ("build: {jobs: }", "build.jobs: must be a whole number (got nothing)"),
         (
             "build: {jobs: -1}",
-            "build.jobs: Input should be greater than or equal to 0 (got -1)",
+            "build.jobs: must be greater than or equal to 0 (got -1)",
         ),
         (
             "build: {timeout_seconds: 0}",
-            "build.timeout_seconds: Input should be greater than 0 (got 0)",
+            "build.timeout_seconds: must be greater than 0 (got 0)",
         ),
         ("build: {timeout_seconds: .inf}", "build.timeout_seconds: .inf is not a finite number"),
         (
@@ -175,28 +175,28 @@ def test_status_is_told_about_a_wrong_file(write: Write) -> None:
         ),
         ("build: 5", "build: must be a mapping of keys, not 5"),
         ("build: [1]", "build: must be a mapping of keys, not a list"),
-        ("kernels: {ignore: '*-rt'}", "kernels.ignore: Input should be a valid array (got '*-rt')"),
+        ("kernels: {ignore: '*-rt'}", "kernels.ignore: must be a list (got '*-rt')"),
         (
             "signing: {mode: sometimes}",
-            "signing.mode: Input should be 'auto', 'always' or 'never' (got 'sometimes')",
+            "signing.mode: must be 'auto', 'always' or 'never' (got 'sometimes')",
         ),
         ("signing: {key: mok.key}", "signing.key: must be an absolute path (got 'mok.key')"),
         (
             "driver_version: 580.10",
-            "driver_version: Input should be a valid string (got 580.10; put it in quotes)",
+            "driver_version: must be text (got 580.10; put it in quotes)",
         ),
         (
             "driver_version: latest",
-            "driver_version: String should match pattern '^\\d+\\.\\d+(\\.\\d+)?$' (got 'latest')",
+            "driver_version: must match pattern '^\\d+\\.\\d+(\\.\\d+)?$' (got 'latest')",
         ),
         ("source: {patches: [/a, b]}", "source.patches[1]: must be an absolute path (got 'b')"),
         (
             "source: {patches: [/a, 3]}",
-            "source.patches[1]: Input should be a valid string (got 3; put it in quotes)",
+            "source.patches[1]: must be text (got 3; put it in quotes)",
         ),
         (
             "source: {ref: {driver_version}}",
-            "source.ref: Input should be a valid string (got a mapping; put it in quotes)",
+            "source.ref: must be text (got a mapping)",
         ),
         (
             "source: {ref: '{kernel}'}",
@@ -244,9 +244,9 @@ def test_all_problems_come_at_once_each_with_its_own_file(write: Write) -> None:
         "gpuguard.yaml: bilud: unknown key; did you mean build?",
         "gpuguard.d/10-a.yaml: backups.kep: unknown key; did you mean backups.keep?",
         "gpuguard.yaml: source.path: required key is missing",
-        "gpuguard.d/30-c.yaml: signing.mode: Input should be 'auto', 'always' or 'never' (got 1)",
-        "gpuguard.yaml: backups.keep: Input should be greater than or equal to 1 (got 0)",
-        "gpuguard.d/10-a.yaml: p2p.expected_gpus: Input should be a valid integer (got 'four')",
+        "gpuguard.d/30-c.yaml: signing.mode: must be 'auto', 'always' or 'never' (got 1)",
+        "gpuguard.yaml: backups.keep: must be greater than or equal to 1 (got 0)",
+        "gpuguard.d/10-a.yaml: p2p.expected_gpus: must be a whole number (got 'four')",
     ]
 
 
