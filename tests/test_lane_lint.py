@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuguard.host import LocalHost
 from gpuguard.serving.alignment import ModelShape, aligned_block, parse_shape
+from gpuguard.serving.front_config import Route, render_front
 from gpuguard.serving.lane import Lane, lane_adapter
 from gpuguard.serving.lint import Surroundings, lint
-from gpuguard.serving.sight import known_flags
+from gpuguard.serving.sight import known_flags, surroundings
 
 IMAGE = "localhost/vllm@sha256:" + "ab" * 32
 SHAPE = ModelShape(
@@ -60,6 +63,10 @@ KNOWN = Surroundings(
         ({"args": {"load-format": "dummy"}}, {}, "lane-dummy-weights", "error"),
         ({"args": {"shutdown-timeout": 0}}, {}, "lane-shutdown-timeout", "error"),
         ({"args": {"shutdown-timeout": None}}, {}, "lane-shutdown-timeout", "error"),
+        ({"args": {"gpu-memory-utilization": 1.5}}, {}, "lane-memory-utilization", "error"),
+        ({"args": {"gpu-memory-utilization": 0}}, {}, "lane-memory-utilization", "error"),
+        ({"args": {"gpu-memory-utilization": "90%"}}, {}, "lane-memory-utilization", "error"),
+        ({"port": 8000}, {"front_port": 8000}, "lane-port-of-front", "error"),
         ({"args": {"shutdown-timeout": 200}}, {}, "lane-stop-timeout", "error"),
         ({"args": {"tensor-parallel-size": 8}}, {}, "lane-too-few-cards", "error"),
         ({}, {"cards": None}, "lane-cards-unknown", "warning"),
@@ -197,3 +204,57 @@ def test_the_shape_comes_from_the_model() -> None:
         SHAPE, state_dtype="bfloat16"
     )
     assert parse_shape({"num_key_value_heads": 2}) is None
+
+
+@pytest.mark.parametrize("share", [0.01, 0.94, 1, "0.5", None])
+def test_shares_of_memory_that_vllm_takes(share: object) -> None:
+    lane = make_lane(args={"gpu-memory-utilization": share})
+    assert "lane-memory-utilization" not in {problem.code for problem in lint(lane, KNOWN)}
+
+
+@pytest.mark.parametrize(
+    ("listen", "port"),
+    [
+        ("127.0.0.1:8000", 8000),
+        ("0.0.0.0:8000", 8000),
+        ("*:8000", 8000),
+        ("[::]:8000", 8000),
+        ("10.0.0.5:8000", None),  # engines listen on loopback only
+        ("nonsense", None),
+    ],
+)
+def test_the_port_that_the_front_takes_from_engines(
+    tmp_path: Path, listen: str, port: int | None
+) -> None:
+    file = tmp_path / "etc/gpuguard/front.cfg"
+    file.parent.mkdir(parents=True)
+    file.write_text(render_front(listen, 30, Route(18001, is_open=False)))
+    assert surroundings(LocalHost(tmp_path), make_lane(), ()).front_port == port
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(None, "shutdown-timeout is not given, and vLLM's default is 0: "),
+     (0, "shutdown-timeout is 0: "), (-5, "shutdown-timeout is -5: ")],
+)  # fmt: skip
+def test_a_value_that_the_file_does_not_say_is_not_put_into_its_mouth(
+    given: int | None, said: str
+) -> None:
+    problems = lint(make_lane(args={"shutdown-timeout": given}), KNOWN)
+    found = next(p for p in problems if p.code == "lane-shutdown-timeout")
+    assert found.message.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("engine", "place"),
+    [
+        ({"backend": "venv", "venv": "/opt/v", "image": None}, "systemctl edit lane-int4.service"),
+        ({"backend": "quadlet"}, "/etc/containers/systemd/lane-int4.container.d/secret.conf"),
+        ({"backend": "compose"}, "/etc/gpuguard/secrets/int4.env"),
+    ],
+)
+def test_each_backend_has_its_place_for_secrets(engine: dict[str, Any], place: str) -> None:
+    problems = lint(make_lane(engine=engine, env={"HF_TOKEN": "x"}), KNOWN)
+    found = next(p for p in problems if p.code == "lane-secret")
+    assert place in found.remedy
+    assert ("[Container]" in found.remedy) == (engine["backend"] == "quadlet")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gpuguard.core.doctor_serving import parse_level
 from gpuguard.serving.alignment import ModelShape, aligned_block
 from gpuguard.serving.lane import POLICY_VARIABLE, RESERVED_ARGS, RESERVED_ENV, Lane
+from gpuguard.serving.lint_checks import place_of_secrets, utilization_problem
 from gpuguard.serving.p2p_policy import LOG_VARIABLES, crosses_cards, tells_transport
 
 _DIGEST = re.compile(r"[^@\s]+@sha256:(?P<hex>[0-9a-f]{64})")
@@ -43,10 +44,12 @@ class Surroundings:
     """What is known besides the lane file. None: it is not known.
 
     ``pool_tokens``: KV tokens that the engine reported the last time. ``nvlink``: every pair of
-    cards has it. ``level``: NCCL_P2P_LEVEL that the cards' distance asks for.
+    cards has it. ``level``: NCCL_P2P_LEVEL that the cards' distance asks for. ``front_port``: the
+    proxy has this port of loopback.
     """
 
     cards: int | None = None
+    front_port: int | None = None
     pool_tokens: int | None = None
     nvlink: bool | None = None
     level: str | None = None
@@ -122,6 +125,9 @@ def _arguments(lane: Lane, known: Surroundings) -> Iterator[Problem]:
             f"args.{flag} can be read by everybody in the process list",
             "let the proxy in front ask for the key",
         )
+    share = utilization_problem(lane)
+    if share is not None:
+        yield _error("lane-memory-utilization", share, "args: {gpu-memory-utilization: 0.9}")
     for flag in lane.args:
         if known.flags and flag not in RESERVED_ARGS:
             yield from _unknown(flag, known.flags)
@@ -164,9 +170,8 @@ def _variables(lane: Lane) -> Iterator[Problem]:
                 "lane-secret",
                 f"env.{name} looks like a secret, and would be in a unit file that everybody can "
                 "read",
-                "let the proxy in front ask for the key; what the engine itself needs goes into a "
-                "file of mode 0600, named by EnvironmentFile= in a drop-in: "
-                f"systemctl edit {lane.unit}",
+                "let the proxy in front ask for the key; what the engine itself needs goes "
+                f"{place_of_secrets(lane)}",
             )
 
 
@@ -196,9 +201,12 @@ def _which_cards(lane: Lane) -> Iterator[Problem]:
 def _timeouts(lane: Lane) -> Iterator[Problem]:
     shutdown = lane.number("shutdown-timeout")
     if not shutdown or shutdown <= 0:
+        which = f"shutdown-timeout is {lane.args.get('shutdown-timeout')}"
+        if lane.args.get("shutdown-timeout") is None:
+            which = "shutdown-timeout is not given, and vLLM's default is 0"
         yield _error(
             "lane-shutdown-timeout",
-            "shutdown-timeout is 0: with a request in flight vLLM kills its engine and then "
+            f"{which}: with a request in flight vLLM kills its engine and then "
             "waits for the client without limit",
             "args: {shutdown-timeout: 120}",
         )
@@ -356,6 +364,12 @@ def _others(lane: Lane, known: Surroundings) -> Iterator[Problem]:
             "lane-no-canary",
             "gate.canary is empty: the gate shows that the lane answers, not that it is right",
             'gate: {canary: [{prompt: "The capital of France is", expect: Paris}]}',
+        )
+    if known.front_port == lane.port:
+        yield _error(
+            "lane-port-of-front",
+            f"port {lane.port} is the one on which the front listens",
+            "another port; 18001 is the default. Clients use the front's only",
         )
     for name in lane.fallback:
         if name == lane.name or (known.lanes is not None and name not in known.lanes):

@@ -26,13 +26,15 @@ from gpuguard.proof import Proof, read_deep_proof, read_proof
 from gpuguard.serving.access import access_problem
 from gpuguard.serving.alignment import ModelShape, parse_shape
 from gpuguard.serving.containers import image_id
+from gpuguard.serving.front_config import parse_listen
 from gpuguard.serving.lane import Lane
 from gpuguard.serving.lane_file import lane_names
 from gpuguard.serving.lint import Problem, Surroundings, lint
+from gpuguard.serving.lint_checks import loopback_port
 from gpuguard.serving.manifest import model_problem
 from gpuguard.serving.p2p_policy import P2pDecision, Proofs, decide
 from gpuguard.serving.preflight import PreflightFacts
-from gpuguard.state import LANE_STATE_DIR
+from gpuguard.state import FRONT_FILE, LANE_STATE_DIR
 
 _TOOL_SECONDS = 60.0
 _VERSION = re.compile(r"\b(\d{1,4})\.(\d{1,4})(?:\.\d+)?")
@@ -70,7 +72,15 @@ def surroundings(host: Host, lane: Lane, history: tuple[dict[str, Any], ...]) ->
         flags=known_flags(),
         lanes=frozenset(lane_names(host)),
         shape=_shape(host, lane),
+        front_port=_front_port(host),
     )
+
+
+def _front_port(host: Host) -> int | None:
+    with suppress(ProbeError):
+        listen = parse_listen(read_text(host, FRONT_FILE) or "")
+        return None if listen is None else loopback_port(listen)
+    return None
 
 
 def check_lane(
