@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAda
 
 _STRICT = ConfigDict(extra="forbid")
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
+NAME_RULE = "lower-case letters, digits and dashes, at most 31, no dash first"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAG = re.compile(r"[a-z0-9][a-z0-9-]*(?:\.[A-Za-z0-9_-]+)*")
 _SHORT = 12
@@ -69,7 +70,7 @@ def _absolute(path: str) -> str:
 
 def _name(name: str) -> str:
     if not NAME.fullmatch(name):
-        raise ValueError("must be lower-case letters, digits and dashes, at most 31")
+        raise ValueError(f"must be {NAME_RULE}")
     return name
 
 
