@@ -37,11 +37,12 @@ def _run() -> int:
 
     from gpuguard.cli.app import app
     from gpuguard.cli.output import Output
+    from gpuguard.cli.usage import call as _call
 
     output = Output()
     output.take_over()
     try:
-        app(args=_json_first(sys.argv[1:]), obj=output)
+        _call(app, _json_first(sys.argv[1:]), output)
     except GpuguardError as error:
         _report(error, typer.echo)
         return output.conclude(error.exit_status)
