@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,20 @@ def test_ansible_lint_finds_nothing_in_its_production_profile() -> None:
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     assert "Profile 'production' was required" in done.stderr + done.stdout
+
+
+@pytest.mark.slow
+def test_the_examples_are_no_part_of_the_inventory(tmp_path: Path) -> None:
+    shutil.copytree(ANSIBLE / "inventory", tmp_path / "inventory")
+    shutil.copy(ANSIBLE / "ansible.cfg", tmp_path)
+    (tmp_path / "inventory/hosts.yml").write_text("gpu_hosts: {hosts: {gpu1: {}}}\n")
+    done = subprocess.run(
+        [ansible_kit.tool("ansible-inventory"), "--graph"],
+        cwd=tmp_path, text=True, capture_output=True, check=False,
+        env={**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg")},
+    )  # fmt: skip
+    assert "gpu1" in done.stdout
+    assert "Failed to parse" not in done.stderr
 
 
 @pytest.mark.parametrize("role", ROLES)
