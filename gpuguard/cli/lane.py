@@ -13,6 +13,7 @@ from gpuguard.cli.lane_text import (
     history_rows,
     intent_document,
     list_rows,
+    say_ignored,
     say_intent,
     say_notices,
     say_result,
@@ -23,10 +24,10 @@ from gpuguard.cli.lane_text import (
 )
 from gpuguard.cli.render import shown, table
 from gpuguard.cli.session import require_root
-from gpuguard.errors import ConfigError
+from gpuguard.errors import ConfigError, GpuguardError
 from gpuguard.serving.front import FrontError
 from gpuguard.serving.lane import Lane
-from gpuguard.serving.lane_file import InvalidLaneError, lane_names, read_lane, read_lane_file
+from gpuguard.serving.lane_file import ignored_files, lane_names, read_lane, read_lane_file
 from gpuguard.serving.lint import errors_of
 from gpuguard.serving.machine import LED_BACK
 from gpuguard.serving.sight import check_lane
@@ -42,20 +43,22 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", "-n", help="Say what would be done, and what is in its way.")
 ]
 _SHOWN_HISTORY = 20
+_NONE_YET = "no lanes yet; write one with: gpuguard lane init int4"
 
 
 @app.command("list")
 def list_lanes(ctx: typer.Context) -> None:
     """List the lanes that are declared in /etc/gpuguard/lanes, and which one is active."""
     context: Context = ctx.obj
-    rows = lane_rows(context.host)
+    rows, ignored = lane_rows(context.host), ignored_files(context.host)
     if context.json:
-        context.print_json({"schema": 1, "lanes": list(rows)})
+        context.print_json({"schema": 1, "lanes": list(rows), "ignored": list(ignored)})
         return
-    if not rows:
-        typer.echo("no lanes yet; write one with: gpuguard lane init int4")
-        return
-    typer.echo(table(list_rows(rows)))
+    typer.echo(table(list_rows(rows)) if rows else _NONE_YET)
+    for row in rows:
+        if row["problem"] is not None:
+            typer.echo(f"  {row['name']}: {shown(row['problem'])}", err=True)
+    say_ignored(ignored)
 
 
 @app.command()
@@ -107,8 +110,14 @@ def validate(
             typer.echo(f"{one}: {'refused' if found else 'ok'} ({lane.lane_id})")
             say_notices([(p.severity, p.code, p.message, p.remedy) for p in problems])
     is_bad = not all(document["valid"] for document in documents)
+    ignored = () if names else ignored_files(context.host)
     if context.json:
-        context.print_json({"schema": 1, "valid": not is_bad, "lanes": documents})
+        said = {"valid": not is_bad, "lanes": documents, "ignored": list(ignored)}
+        context.print_json({"schema": 1, **said})
+    else:
+        if not documents:
+            typer.echo(_NONE_YET)
+        say_ignored(ignored)
     raise typer.Exit(ConfigError.exit_status if is_bad else 0)
 
 
@@ -119,18 +128,36 @@ def _read_lanes(
     lanes, broken = {}, []
     for one in names or lane_names(context.host):
         try:
-            read = read_lane_file if one.startswith("/") else read_lane
-            lanes[one] = read(context.host, one)
+            lanes[one] = _read(context, one)
         except ConfigError as error:
-            if names and not context.json and not isinstance(error, InvalidLaneError):
-                raise
-            detail = error.detail or error.message
-            broken.append({"name": one, "valid": False, "problems": [], "error": detail})
+            said = _error_document(error)
+            broken.append({"name": one, "valid": False, "problems": [], "error": said})
             if not context.json:
-                typer.echo(f"{one}: {shown(error.message)} [{error.code}]", err=True)
-                for line in error.detail.splitlines():
-                    typer.echo(f"  | {shown(line)}", err=True)
+                _say_broken(one, error)
     return lanes, broken
+
+
+def _read(context: Context, one: str) -> Lane:
+    if one.startswith("/"):
+        return read_lane_file(context.host, one)
+    if "/" in one or one.endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"{one}: no lane's name",
+            code="lane-missing",
+            hint="give a file by its absolute path (inside the root), a lane by its name",
+        )
+    return read_lane(context.host, one)
+
+
+def _error_document(error: GpuguardError) -> dict[str, str]:
+    return {name: getattr(error, name) for name in ("code", "message", "hint", "detail")}
+
+
+def _say_broken(name: str, error: GpuguardError) -> None:
+    typer.echo(f"{shown(name)}: {shown(error.message)} [{error.code}]", err=True)
+    for mark, text in (("|", error.detail), ("->", error.hint)):
+        for line in text.splitlines():
+            typer.echo(f"  {mark} {shown(line)}", err=True)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from gpuguard.errors import ConfigError, StateError, UsageError
 from gpuguard.host.notify import journal
 from gpuguard.serving import front_setup
 from gpuguard.serving import prepare as preparation
-from gpuguard.serving.lane import NAME
+from gpuguard.serving.lane import NAME, NAME_RULE
 from gpuguard.serving.lane_file import lane_file
 from gpuguard.serving.manifest import write_manifest
 from gpuguard.verbs.setup import find_program
@@ -44,11 +44,11 @@ def init(
     """Write a lane file from a preset; put your image's digest and your model's path into it."""
     context: Context = ctx.obj
     source = preset or name
-    if source not in PRESETS or not NAME.fullmatch(name):
-        raise UsageError(
-            f"there is no preset {source}" if source not in PRESETS else f"{name}: no lane's name",
-            hint=f"presets: {', '.join(PRESETS)}",
-        )
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{name}: no lane's name", hint=f"a lane's name: {NAME_RULE}")
+    if source not in PRESETS:
+        hint = f"gpuguard lane init {name} --preset PRESET; presets: {', '.join(PRESETS)}"
+        raise UsageError(f"there is no preset {source}", hint=hint)
     text = preset_text(source).replace(f"\nname: {source}\n", f"\nname: {name}\n")
     if stdout:
         typer.echo(text, nl=False)
@@ -81,7 +81,8 @@ def manifest(
     """Hash a model's files, and write the manifest that a lane pins into its folder."""
     context: Context = ctx.obj
     if not folder.startswith("/"):
-        raise UsageError(f"{folder}: give an absolute path (inside the root)")
+        hint = "give an absolute path (inside the root)"
+        raise UsageError(f"{folder}: no absolute path", hint=hint)
 
     def progress(text: str) -> None:
         if not context.json:

@@ -15,7 +15,7 @@ from gpuguard.cli.render import coloured, shown
 from gpuguard.core.findings import Verdict
 from gpuguard.errors import PreflightError, RollbackError, VerifyError
 from gpuguard.serving.history import duration_text
-from gpuguard.serving.lane import Lane, lane_document
+from gpuguard.serving.lane import NAME_RULE, Lane, lane_document
 from gpuguard.serving.lanes import Intent
 from gpuguard.serving.machine import Outcome
 from gpuguard.serving.render import render
@@ -44,13 +44,22 @@ def list_rows(rows: Iterable[dict[str, Any]]) -> list[list[str]]:
     """Rows of ``lane list``."""
     table = [["lane", "state", "backend", "longest request", "P2P", "id"]]
     for row in rows:
-        if row["problem"] is not None:
+        if row["lane_id"] is None:
             table.append([row["name"], row["state"] or "-", "cannot be used", "-", "-", "-"])
             continue
-        length = row["max_model_len"]
-        cells = [row["backend"], "-" if length is None else str(length), row["p2p"], row["lane_id"]]
+        known = (row.get("backend"), row.get("max_model_len"), row.get("p2p"), row["lane_id"])
+        cells = ["-" if cell is None else str(cell) for cell in known]
         table.append([row["name"], row["state"] or "-", *cells])
     return table
+
+
+def say_ignored(files: Iterable[str]) -> None:
+    """Files that are no lanes because of their names."""
+    for file in files:
+        typer.echo(
+            f"warning: {shown(file)} is not read: a lane's file is NAME.yaml; a name: {NAME_RULE}",
+            err=True,
+        )
 
 
 def show_document(context: Context, lane: Lane) -> dict[str, Any]:
@@ -94,6 +103,7 @@ def say_intent(intent: Intent) -> None:
     """The plan of a dry run."""
     if intent.switch is None:
         typer.echo(f"{intent.release.release_id} serves already; nothing to do")
+        _say_refusals(intent)
         return
     old = intent.switch.old or "nothing"
     typer.echo(f"stop {old}, start {intent.release.release_id}")
@@ -103,6 +113,10 @@ def say_intent(intent: Intent) -> None:
     typer.echo(f"  start: {guess or 'about ' + duration_text(intent.seconds or 0.0)}")
     for note in intent.notes:
         typer.echo(f"  note: {shown(note)}")
+    _say_refusals(intent)
+
+
+def _say_refusals(intent: Intent) -> None:
     for refusal in intent.refusals:
         typer.echo(f"refused: {shown(refusal.message)} [{refusal.code}]")
         typer.echo(f"  -> {shown(refusal.remedy)}")

@@ -140,6 +140,8 @@ class Lanes:
 
     def look(self, intent: Intent) -> Intent:
         """The intent with everything that is in its way."""
+        if (first := _under_way(self._host)) is not None:
+            return replace(intent, refusals=(first,))  # the rest is not what will be met
         if intent.switch is None:
             return intent
         steps = self._steps(intent.pending)
@@ -250,6 +252,21 @@ class Lanes:
             return None
         route = Route(release.lane.port, is_open=True)
         return quietly(lambda: front.set_route(route))
+
+
+def _under_way(host: Host) -> Refusal | None:
+    """Another switch that comes before any new one."""
+    is_locked, switch = store.is_switching(host), store.read_switch(host)
+    if is_locked:
+        return Refusal("lane-busy", store.BUSY, store.BUSY_REMEDY)
+    if switch is None:
+        return None
+    how = "was interrupted" if is_locked is False else "is under way, or was interrupted,"
+    return Refusal(
+        "lane-switch-interrupted",
+        f"the switch to {switch.new} {how} in {switch.step}; it is brought to its end first",
+        "gpuguard lane resume brings it to its end",
+    )
 
 
 def is_edited(host: Host, lane: Lane) -> bool | None:

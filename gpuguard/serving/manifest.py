@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,26 @@ def _names_in(folder: Path) -> Iterator[str]:
             yield name
 
 
+def _require_writable(top: Path, folder: str) -> None:
+    """Before hashing, which takes minutes."""
+    if not top.is_dir():
+        what = "is not a folder" if os.path.lexists(top) else "there is no such folder"
+        hint = "name the folder that has the model's files"
+        raise ConfigError(f"{folder}: {what}", code="model-missing", hint=hint)
+    try:
+        with tempfile.TemporaryFile(dir=top):
+            pass
+    except OSError as error:
+        is_denied = isinstance(error, PermissionError)
+        raise ConfigError(
+            f"{folder}: {NAME} cannot be written: {error.strerror}",
+            code="model-unreadable",
+            hint="run as root, or as the owner of the folder"
+            if is_denied
+            else f"make it writable, with room: findmnt -T {folder}; df -h {folder}",
+        ) from error
+
+
 def write_manifest(host: Host, folder: str, progress: Progress = lambda _: None) -> tuple[str, int]:
     """Hash every file of a model and write its manifest; its SHA-256, and how many files.
 
@@ -125,17 +146,24 @@ def write_manifest(host: Host, folder: str, progress: Progress = lambda _: None)
     """
     top = host.path(folder)
     try:
+        _require_writable(top, folder)
         files = {}
         for name in _names_in(top):
             path = top / name
             progress(f"hashing {name} ({path.stat().st_size >> 20} MiB)")
             files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         if not files:
-            raise ConfigError(f"{folder}: there is no model", code="model-missing")
+            raise ConfigError(
+                f"{folder}: there is no model, only hidden files or none",
+                code="model-missing",
+                hint="name the folder that has the model's files",
+            )
         text = json.dumps({"schema": _SCHEMA, "files": files}, indent=1, sort_keys=True) + "\n"
         host.replace_file(f"{folder}/{NAME}", text.encode())
     except OSError as error:
         raise ConfigError(
-            f"{folder}: {error.strerror or error}", code="model-unreadable"
+            f"{error.filename or folder}: {error.strerror or error}",
+            code="model-unreadable",
+            hint="run as root" if isinstance(error, PermissionError) else "",
         ) from error
     return hashlib.sha256(text.encode()).hexdigest(), len(files)

@@ -50,7 +50,7 @@ def _refusals(facts: PreflightFacts) -> Iterator[Refusal]:
     for problem in errors_of(facts.problems):
         yield Refusal(problem.code, problem.message, problem.remedy)
     if facts.engine is not None:
-        yield Refusal("lane-engine-missing", facts.engine, _engine_remedy(lane))
+        yield Refusal("lane-engine-missing", facts.engine, _engine_remedy(lane, facts.engine))
     if facts.model is not None:
         yield Refusal(
             "lane-model-mismatch",
@@ -92,12 +92,22 @@ def _refusals(facts: PreflightFacts) -> Iterator[Refusal]:
         )
 
 
-def _engine_remedy(lane: Lane) -> str:
+def image_missing(image: str) -> str:
+    """What is said of an image that has not been pulled."""
+    return f"the image {image} is not on this machine"
+
+
+def _engine_remedy(lane: Lane, problem: str) -> str:
     if lane.engine.backend == "venv":
         return f"install vLLM into {lane.engine.venv}, for the account {lane.engine.user}"
     tool = "podman" if lane.engine.backend == "quadlet" else "docker"
-    needs = "podman 4.4 or newer" if tool == "podman" else "docker with its compose plugin"
-    return f"{tool} pull {lane.engine.image}; this backend needs {needs}"
+    pull = f"{tool} pull {lane.engine.image}"
+    if problem == image_missing(lane.engine.image or ""):
+        return pull
+    what = "podman 4.4 or newer, with its generator for systemd"
+    if tool == "docker":
+        what = "docker with its compose plugin 2.24 or newer"
+    return f"install {what}, and start its service if it has one; then: {pull}"
 
 
 def _mismatch(lane: Lane, driver: DriverFacts) -> Iterator[Refusal]:

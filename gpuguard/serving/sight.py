@@ -33,7 +33,7 @@ from gpuguard.serving.lint import Problem, Surroundings, lint
 from gpuguard.serving.lint_checks import loopback_port
 from gpuguard.serving.manifest import model_problem
 from gpuguard.serving.p2p_policy import P2pDecision, Proofs, decide
-from gpuguard.serving.preflight import PreflightFacts
+from gpuguard.serving.preflight import PreflightFacts, image_missing
 from gpuguard.state import FRONT_FILE, LANE_STATE_DIR
 
 _TOOL_SECONDS = 60.0
@@ -194,7 +194,7 @@ def engine_problem(host: Host, lane: Lane) -> str | None:
 
 def _image_problem(host: Host, tool: str, image: str) -> str | None:
     known = image_id(host, tool, image)
-    return f"the image {image} is not on this machine" if known is None else None
+    return image_missing(image) if known is None else None
 
 
 def backend_problem(host: Host, backend: str) -> str | None:

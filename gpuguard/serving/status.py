@@ -16,8 +16,8 @@ from gpuguard.serving.front import Front, FrontError, FrontUnknownError
 from gpuguard.serving.front_config import Route, ServerState
 from gpuguard.serving.install import altered_files
 from gpuguard.serving.keeping import missing_images
-from gpuguard.serving.lane import unit_of
-from gpuguard.serving.lane_file import lane_names, read_lane
+from gpuguard.serving.lane import Lane, unit_of
+from gpuguard.serving.lane_file import lane_file, lane_names, read_lane
 from gpuguard.serving.lanes import is_edited
 from gpuguard.serving.machine import Outcome, Switch
 from gpuguard.serving.observed import started_without_p2p
@@ -273,11 +273,14 @@ def _files(host: Host, release: Release) -> Iterator[Notice]:
     edited = is_edited(host, lane)
     if edited is not False:
         what = "was changed" if edited else "is gone, or is none any more"
+        back = f"put {lane_file(lane.name)} back"
         yield Notice(
             "lane-edited",
             "warning",
             f"the file of the active lane {lane.name} {what}; what runs is {lane.lane_id}",
-            f"gpuguard lane switch {lane.name} takes the change over, or put the file back",
+            f"gpuguard lane switch {lane.name} takes the change over, or {back}"
+            if edited
+            else f"{back} (gpuguard lane validate {lane.name}), or switch to another lane",
         )
     if altered := altered_files(host, release):
         yield Notice(
@@ -338,25 +341,44 @@ def lane_rows(host: Host) -> tuple[dict[str, Any], ...]:
     for name in lane_names(host):
         row: dict[str, Any] = {"name": name, "lane_id": None, "problem": None}
         try:
-            lane = read_lane(host, name)
-            row |= {
-                "lane_id": lane.lane_id,
-                "backend": lane.engine.backend,
-                "model": lane.model.served_name,
-                "max_model_len": lane.max_model_len,
-                "p2p": lane.requires.p2p,
-            }
+            row |= _row_of(read_lane(host, name))
         except ConfigError as error:
             row["problem"] = error.message
         row["state"] = _state_of(active, name)
         rows.append(row)
+    if active.lane_id is not None and "active" not in [row["state"] for row in rows]:
+        rows.append(_row_without_file(host, active.lane_id))
     return tuple(rows)
 
 
-def _state_of(active: Active, name: str) -> str:
-    def is_it(lane_id: str | None) -> bool:
-        return lane_id is not None and lane_id.rpartition("-")[0] == name
+def _row_of(lane: Lane) -> dict[str, Any]:
+    return {
+        "lane_id": lane.lane_id,
+        "backend": lane.engine.backend,
+        "model": lane.model.served_name,
+        "max_model_len": lane.max_model_len,
+        "p2p": lane.requires.p2p,
+    }
 
-    if is_it(active.lane_id):
+
+def _row_without_file(host: Host, lane_id: str) -> dict[str, Any]:
+    """The active lane, as its record has it."""
+    name = _name_of(lane_id)
+    problem = f"{lane_file(name)} is gone: put it back, or switch to another lane"
+    row: dict[str, Any] = {"name": name, "lane_id": lane_id, "problem": problem}
+    try:
+        row |= _row_of(store.read_release(host, lane_id).lane)
+    except (ProbeError, StateError) as error:
+        row["problem"] = f"{problem}; {error.message}"
+    return {**row, "state": "active"}
+
+
+def _state_of(active: Active, name: str) -> str:
+    if active.lane_id is not None and _name_of(active.lane_id) == name:
         return "active"
-    return "previous" if is_it(active.rollback_target) else ""
+    target = active.rollback_target
+    return "previous" if target is not None and _name_of(target) == name else ""
+
+
+def _name_of(lane_id: str) -> str:
+    return lane_id.rpartition("-")[0]

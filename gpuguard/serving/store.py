@@ -43,6 +43,7 @@ _KEEP_SNAPSHOTS = 20
 _KEEP_PROMOTED = 200
 _PRIVATE_FILE = 0o600
 _PRIVATE_DIR = 0o700
+BUSY, BUSY_REMEDY = "another lane switch is under way", "gpuguard lane status shows how far it is"
 _LOOKS = 4
 _LOOK_AGAIN = 0.05
 
@@ -109,9 +110,9 @@ def _lock(descriptor: int) -> None:
         if try_lock(descriptor):
             return
     raise LockHeldError(
-        "another lane switch is under way",
+        BUSY,
         code="lane-busy",
-        hint="gpuguard lane status shows how far it is",
+        hint=BUSY_REMEDY,
     )
 
 
