@@ -148,9 +148,12 @@ def test_an_engine_that_hangs_does_not_count_as_serving(two: LaneHost) -> None:
 
 
 def test_the_eta_comes_from_the_history(two: LaneHost) -> None:
-    two.lane("eta", env={"STUB_START_SECONDS": "2"})
+    two.lane("eta", env={"STUB_START_SECONDS": "2"}, timeouts={"first_start": 77})
     assert "no earlier start is known" in two.run("lane", "switch", "eta", "-n").out
-    assert two.switch("eta")["starts"][0]["first"] is True
+    said = two.run("lane", "switch", "eta").err
+    assert f"waiting for {two.lane_id('eta')} (no earlier start is known, at most 77 s)" in said
+    assert f"gate      asking {two.lane_id('eta')} what is known" in said
+    assert two.history()[-1]["starts"][0]["first"] is True
     assert two.switch("a")["outcome"] == "promoted"
     later = two.json("lane", "switch", "eta", "-n")
     assert later["first_start"] is False

@@ -16,6 +16,8 @@ from gpuguard.cli.render import shown
 from gpuguard.config import Config, LanesConfig
 from gpuguard.config_file import read_config
 from gpuguard.errors import ConfigError, ProbeError, StateError, UsageError
+from gpuguard.host import Host
+from gpuguard.serving import store
 from gpuguard.serving.history import duration_text
 from gpuguard.serving.lanes import Intent, Lanes, Listener
 from gpuguard.serving.machine import Role, Step, Switch
@@ -29,12 +31,12 @@ _SAY_AGAIN_SECONDS = 30.0  # without a terminal: a log must not have a line for 
 _WORDS = {
     Step.PREFLIGHT: "looking at what {target} needs",
     Step.SNAPSHOT: "keeping the state as it is now",
-    Step.DRAIN: "no new requests for {old}",
+    Step.DRAIN: "{old} gets no new requests",
     Step.STOP: "stopping what runs",
     Step.START: "starting {target}",
     Step.READY: "waiting for {target}",
     Step.IDENTITY: "is it what its file says",
-    Step.GATE: "gate",
+    Step.GATE: "asking {target} what is known",
     Step.PROMOTE: "traffic goes to {target}",
     Step.UNDRAIN: "traffic goes back to {old}",
     Step.HALT: "stopping everything",
@@ -85,7 +87,7 @@ def _lanes_config_or_default(context: Context) -> LanesConfig:
 def lanes_of(context: Context) -> Lanes:
     """The use cases, with somebody who tells a person."""
     config = _lanes_config_or_default(context)
-    talker = _Talker(is_quiet=context.json)
+    talker = _Talker(context.host, is_quiet=context.json)
     listener = Listener(talker.step, talker.progress)
     settings = Settings(retry_after=config.retry_after_seconds, prover=prover_of(context))
     return Lanes(context.host, lambda: (find_program(context.host),), settings, listener)
@@ -139,7 +141,8 @@ def changing_lanes(context: Context, *, wait: bool = False) -> Iterator[Lanes]:
 class _Talker:
     """One line for each step, on stderr; progress within a step on a terminal, else seldom."""
 
-    def __init__(self, *, is_quiet: bool) -> None:
+    def __init__(self, host: Host, *, is_quiet: bool) -> None:
+        self._host = host
         self._is_quiet = is_quiet
         self._is_terminal = sys.stderr.isatty()
         self._last = ""
@@ -149,14 +152,23 @@ class _Talker:
         if self._is_quiet:
             return
         text = _WORDS.get(switch.step, switch.step.value)
-        text = text.format(target=switch.target, old=switch.old or "anybody")
+        if switch.step is Step.DRAIN and switch.old is None:
+            text = "the front takes no new requests; no lane is active"
+        text = text.format(target=switch.target, old=switch.old or "nobody")
         if switch.step is Step.READY:
-            guess = f"about {duration_text(expected)}" if expected else "no earlier start is known"
-            text = f"{text} ({guess})"
+            text = f"{text} ({self._guess(switch, expected)})"
         if switch.step is Step.STOP and switch.role is not Role.NEW:
             text = f"{switch.reasons[-1] if switch.reasons else 'failed'}; next: {switch.target}"
         typer.echo(f"{switch.step.value:<9} {shown(text)}", err=True)
         self._said = time.monotonic()
+
+    def _guess(self, switch: Switch, expected: float | None) -> str:
+        guess = f"about {duration_text(expected)}" if expected else "no earlier start is known"
+        with suppress(StateError, ProbeError):  # the switch itself says what cannot be read
+            lane = store.read_release(self._host, switch.target).lane
+            limit = lane.start_seconds(first=not store.is_warm(self._host, switch.target))
+            return f"{guess}, at most {limit:g} s"
+        return guess
 
     def progress(self, text: str) -> None:
         if self._is_quiet or text == self._last:
