@@ -183,7 +183,7 @@ def value_words(detail: ErrorDetails, origin: Origin | None) -> str:
                 said = f"must be {ours}"
     if own and not isinstance(detail["input"], str | int | float | list | None):
         return said  # of a whole section
-    quotes_help = kind == "string_type" and not isinstance(detail["input"], list | dict)
+    quotes_help = kind == "string_type" and isinstance(detail["input"], int | float)
     advice = "; put it in quotes" if quotes_help else ""
     return f"{said} (got {_shown(detail, origin)}{advice})"
 
