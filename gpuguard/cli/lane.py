@@ -154,7 +154,8 @@ def _error_document(error: GpuguardError) -> dict[str, str]:
 
 
 def _say_broken(name: str, error: GpuguardError) -> None:
-    typer.echo(f"{shown(name)}: {shown(error.message)} [{error.code}]", err=True)
+    named = "" if error.message.startswith(f"{name}:") else f"{shown(name)}: "
+    typer.echo(f"{named}{shown(error.message)} [{error.code}]", err=True)
     for mark, text in (("|", error.detail), ("->", error.hint)):
         for line in text.splitlines():
             typer.echo(f"  {mark} {shown(line)}", err=True)
