@@ -181,6 +181,7 @@ class Verb:
 
     name: str
     options: frozenset[str]
+    needs_word: bool = False
 
 
 @cache
@@ -196,7 +197,8 @@ def _walk(command: Any, name: str) -> Iterator[Verb]:
         if not getattr(parameter, "hidden", False) and parameter.param_type_name == "option"
         for option in (*parameter.opts, *parameter.secondary_opts)
     )
-    yield Verb(name, options)
+    needs_word = any(p.param_type_name == "argument" and p.required for p in command.params)
+    yield Verb(name, options, needs_word)
     for child_name, child in getattr(command, "commands", {}).items():
         if not child.hidden:
             yield from _walk(child, f"{name} {child_name}".strip())
@@ -208,7 +210,7 @@ def manual_section(verb: Verb) -> str:
     if not verb.name:
         return text.split("\n.SH OPTIONS\n")[1].split("\n.SH ")[0]
     parts = text.split("\n.SH VERBS\n")[1].split("\n.SH ")[0].split(".SS ")
-    found = [part for part in parts if re.match(rf"{verb.name}(?: \[|\n)", part)]
+    found = [part for part in parts if re.match(rf"{verb.name}(?: \[| [A-Z]|\n)", part)]
     assert len(found) == 1, f"gpuguard.1 has {len(found)} sections for {verb.name}"
     return found[0]
 
@@ -229,6 +231,12 @@ def test_every_verb_and_option_is_in_the_manual_and_no_other(name: str) -> None:
     tags = re.findall(r"\.TP\n(.*)\n", manual_section(verb))
     named = {option for tag in tags for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", tag)}
     assert named == verb.options | (frozenset() if name else _HELP)
+
+
+@pytest.mark.parametrize("name", leaves())
+def test_brackets_are_for_what_may_be_left_out(name: str) -> None:
+    head = manual_section(verbs()[name]).split("\n")[0].removeprefix(name).strip()
+    assert verbs()[name].needs_word == (bool(head) and not head.startswith("["))
 
 
 def test_every_verb_of_the_manual_exists() -> None:

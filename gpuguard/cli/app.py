@@ -30,11 +30,16 @@ complains. gpuguard notices before the reboot, rebuilds, and can put everything 
   gpuguard backups, rollback   put back what was there before
   gpuguard hold, unhold, holds keep kernel and driver packages as they are
   gpuguard upgrade             change them in a maintenance window, tried before it opens
+  gpuguard lane                switch between engines and models behind one address
+  gpuguard setup               make it work by itself: units, hooks of apt and kernels
+  gpuguard serve, metrics      metrics for Prometheus, by a daemon or once
   gpuguard demo                watch the whole story on a simulated host
 
 Exit status: 0 fine, 1 not healthy, 2 usage, 3 could not be determined; verbs that act use
 sysexits (65 patch rejected, 69 unavailable, 70 build or verify failed, 71 rollback failed,
-74 records or output, 75 lock held, 77 needs root, 78 configuration).
+74 records or output, 75 lock held, 77 needs root, 78 configuration). lane: 69 refused and nothing
+was stopped, 70 failed and another lane serves, 71 failed and nothing serves, 75 a switch is
+under way, 78 a lane's file.
 """
 
 _VERBS = {

@@ -8,6 +8,7 @@ import typer
 
 from gpuguard.cli import lane_admin
 from gpuguard.cli.context import Context
+from gpuguard.cli.lane_complete import complete_lanes
 from gpuguard.cli.lane_session import Chosen, changing_lanes, intended, require_live
 from gpuguard.cli.lane_text import (
     history_rows,
@@ -64,7 +65,9 @@ def list_lanes(ctx: typer.Context) -> None:
 @app.command()
 def show(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A lane.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A lane.", autocompletion=complete_lanes)
+    ],
     *,
     rendered: Annotated[
         bool, typer.Option("--rendered", help="Print the files that systemd would get.")
@@ -86,6 +89,7 @@ def validate(
         list[str] | None,
         typer.Argument(
             metavar="[NAME|FILE]...",
+            autocompletion=complete_lanes,
             help="Only these; files (absolute paths) need not be in place yet. Default: all.",
         ),
     ] = None,
@@ -164,7 +168,12 @@ def _say_broken(name: str, error: GpuguardError) -> None:
 @app.command()
 def switch(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The lane that is to serve.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="The lane that is to serve.", autocompletion=complete_lanes
+        ),
+    ],
     *,
     dry_run: DryRun = False,
 ) -> None:

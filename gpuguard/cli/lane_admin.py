@@ -7,8 +7,10 @@ from importlib import resources
 from typing import Annotated
 
 import typer
+import yaml
 
 from gpuguard.cli.context import Context
+from gpuguard.cli.lane_complete import PRESETS, complete_presets
 from gpuguard.cli.lane_session import changing_lanes, lanes_config, prover_of, require_live
 from gpuguard.cli.render import shown
 from gpuguard.cli.session import require_root
@@ -17,11 +19,9 @@ from gpuguard.host.notify import journal
 from gpuguard.serving import front_setup
 from gpuguard.serving import prepare as preparation
 from gpuguard.serving.lane import NAME, NAME_RULE
-from gpuguard.serving.lane_file import lane_file
+from gpuguard.serving.lane_file import lane_file, lane_names
 from gpuguard.serving.manifest import write_manifest
-from gpuguard.verbs.setup import find_program
-
-PRESETS = ("int4", "fp8", "bf16", "dense27b")
+from gpuguard.verbs.setup import program_of
 
 
 def preset_text(name: str) -> str:
@@ -31,11 +31,20 @@ def preset_text(name: str) -> str:
 
 def init(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new lane.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Name of the new lane.", autocompletion=complete_presets
+        ),
+    ],
     *,
     preset: Annotated[
         str | None,
-        typer.Option("--preset", help="int4, fp8, bf16 or dense27b; default: as the name."),
+        typer.Option(
+            "--preset",
+            help="int4, fp8, bf16 or dense27b; default: as the name.",
+            autocompletion=complete_presets,
+        ),
     ] = None,
     stdout: Annotated[
         bool, typer.Option("--stdout", help="Print the file, write nothing.")
@@ -68,10 +77,18 @@ def init(
             f"{file} cannot be written: {error.strerror}", code="state-unwritable"
         ) from error
     context.output.has_acted = True
+    there = lane_names(context.host)
+    missing = [one for one in yaml.safe_load(text).get("fallback", ()) if one not in there]
     if context.json:
-        context.print_json({"schema": 1, "file": file})
+        context.print_json({"schema": 1, "file": file, "fallback_missing": missing})
     else:
         typer.echo(f"wrote {file}; edit it, then run:\n  gpuguard lane validate {name}")
+        if missing:
+            typer.echo(
+                f"fallback names {', '.join(missing)}: write them, too (gpuguard lane init), or "
+                "take them out",
+                err=True,
+            )
 
 
 def manifest(
@@ -152,6 +169,10 @@ def setup(
     remove: Annotated[
         bool, typer.Option("--remove", help="Take the units and the front's file away.")
     ] = False,
+    program: Annotated[
+        str | None,
+        typer.Option("--program", metavar="PATH", help="What the units call, inside the root."),
+    ] = None,
 ) -> None:
     """Install the front (a proxy with one address for all lanes) and the start at boot.
 
@@ -164,8 +185,8 @@ def setup(
         paths = front_setup.removable(host)
     else:
         config = lanes_config(context)
-        program = find_program(host)
-        files = front_setup.wanted_files(host, config.listen, config.retry_after_seconds, program)
+        called = program_of(host, program)
+        files = front_setup.wanted_files(host, config.listen, config.retry_after_seconds, called)
         paths = front_setup.differing(host, files)
     if not dry_run:
         try:
@@ -179,13 +200,17 @@ def setup(
                 f"{error.filename} cannot be written: {error.strerror}", code="state-unwritable"
             ) from error
         context.output.has_acted = bool(paths)
-    _say_setup(context, paths, remove=remove, dry_run=dry_run)
-
-
-def _say_setup(context: Context, paths: tuple[str, ...], *, remove: bool, dry_run: bool) -> None:
+    notes = () if remove else front_setup.notes(host)
+    for note in () if context.json else notes:
+        typer.echo(f"note: {note}", err=True)
     if context.json:
-        context.print_json({"schema": 1, "changed": list(paths), "dry_run": dry_run})
-        return
+        document = {"changed": list(paths), "dry_run": dry_run, "notes": list(notes)}
+        context.print_json({"schema": 1, **document})
+    else:
+        _say_setup(paths, remove=remove, dry_run=dry_run)
+
+
+def _say_setup(paths: tuple[str, ...], *, remove: bool, dry_run: bool) -> None:
     word = "remove" if remove else "write"
     for path in paths:
         typer.echo(f"{word:<8} {path}")

@@ -22,7 +22,7 @@ from gpuguard.serving.render import render
 from gpuguard.serving.status import LanesStatus
 from gpuguard.serving.steps import Steps
 from gpuguard.serving.switching import Result
-from gpuguard.verbs.setup import find_program
+from gpuguard.verbs.setup import program_of
 
 _EXIT = {
     Outcome.PROMOTED: os.EX_OK,
@@ -64,7 +64,7 @@ def say_ignored(files: Iterable[str]) -> None:
 
 def show_document(context: Context, lane: Lane) -> dict[str, Any]:
     """A lane, and the files made from it."""
-    files = [dataclasses.asdict(file) for file in render(lane, (find_program(context.host),))]
+    files = [dataclasses.asdict(file) for file in render(lane, (program_of(context.host),))]
     return {
         "schema": 1,
         "lane_id": lane.lane_id,
@@ -77,7 +77,7 @@ def show_document(context: Context, lane: Lane) -> dict[str, Any]:
 def show_text(context: Context, lane: Lane, *, rendered: bool) -> str:
     """A lane as YAML with every default, or the files made from it."""
     if rendered:
-        files = render(lane, (find_program(context.host),))
+        files = render(lane, (program_of(context.host),))
         return "\n".join(f"# {file.path}\n{file.text}" for file in files)
     body = yaml.safe_dump(lane_document(lane), sort_keys=False, allow_unicode=True, width=100)
     return f"# {lane.lane_id}\n{body}"

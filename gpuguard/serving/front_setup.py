@@ -23,6 +23,8 @@ _WANTED_BY = {
     BOOT_UNIT: "multi-user.target",
     RESUME_PATH: "paths.target",
 }
+#: The same path as in the unit.
+HAPROXY = "/usr/sbin/haproxy"
 TO_START = tuple(_WANTED_BY)
 _LINKS = {f"{UNITS}/{target}.wants/{name}": name for name, target in _WANTED_BY.items()}
 
@@ -72,6 +74,14 @@ def removable(host: Host) -> tuple[str, ...]:
     ]
     there = (path for path in paths if os.path.lexists(host.path(path, follow=False)))
     return tuple(there)
+
+
+def notes(host: Host) -> tuple[str, ...]:
+    """What the front and the start at boot need, and is not there."""
+    if os.access(host.path(HAPROXY), os.X_OK):
+        return ()
+    what = f"{HAPROXY} is not there: {UNIT} cannot start, and a switch is refused"
+    return (f"{what}; run: apt-get install haproxy",)
 
 
 def _template(name: str, program: str) -> str:

@@ -151,6 +151,19 @@ def find_program(host: Host, given: str | None = None) -> str:
     )
 
 
+def program_of(host: Host, given: str | None = None) -> str:
+    """The same; in a tree, the one that its own set-up recorded comes first.
+
+    Raises:
+        UsageError: none can be found.
+        StateError: the record of the set-up cannot be read.
+    """
+    record = read_setup(host) if given is None and not host.is_live else None
+    if record is not None and _is_executable(host, record.program):
+        return record.program
+    return find_program(host, given)
+
+
 def _own_paths() -> list[str]:
     # a link to the program of a virtual environment (/usr/local/bin) would do, too; the
     # environment itself cannot be redirected
