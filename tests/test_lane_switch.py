@@ -124,6 +124,7 @@ def test_ctrl_c_leads_back(two: LaneHost) -> None:
     run.kill(signal.SIGINT)
     said = run.wait()
     assert said.status == 70
+    assert "journalctl -u lane-slow.service --since '20" in said.err
     assert (two.serving(), two.front()) == (two.lane_id("a"), 200)
     assert two.history()[-1]["outcome"] == "rolled-back"
 
@@ -134,6 +135,7 @@ def test_a_drained_lane_gets_traffic_again_by_its_name(two: LaneHost) -> None:
     said = two.run("lane", "switch", "a")
     assert (said.status, two.front()) == (0, 200), said.err
     assert "serves already" in said.out
+    assert "runs already" in two.run("lane", "resume").out
 
 
 def test_an_engine_that_hangs_does_not_count_as_serving(two: LaneHost) -> None:

@@ -259,13 +259,14 @@ def resume(
             return
         if done is not None:
             status = say_result(context, *done)
-        lane = lanes.start_active()
+        lane, was_stopped = lanes.start_active()
         problem = lanes.reopen_front()
     lane_id = None if lane is None else lane.lane_id
     if done is None and context.json:
         context.print_json({"schema": 1, "active": lane_id, "front_problem": problem})
     elif done is None:
-        typer.echo("no lane is active" if lane is None else f"{lane_id} is started")
+        how = "is started" if was_stopped else "runs already"
+        typer.echo("no lane is active" if lane is None else f"{lane_id} {how}")
     if problem is not None:
         raise FrontError(
             f"{lane_id} gets no traffic: {problem}",

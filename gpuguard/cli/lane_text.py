@@ -15,7 +15,7 @@ from gpuguard.cli.render import coloured, shown
 from gpuguard.core.findings import Verdict
 from gpuguard.errors import PreflightError, RollbackError, VerifyError
 from gpuguard.serving.history import duration_text
-from gpuguard.serving.lane import NAME_RULE, Lane, lane_document
+from gpuguard.serving.lane import NAME_RULE, Lane, lane_document, unit_of
 from gpuguard.serving.lanes import Intent
 from gpuguard.serving.machine import Outcome
 from gpuguard.serving.render import render
@@ -163,7 +163,12 @@ def _ending(result: Result) -> str:
             "last good one again"
         )
     how = "back on" if result.outcome is Outcome.ROLLED_BACK else "fell back to"
-    return f"gpuguard: {how} {result.serving} [lane-switch-failed]"
+    unit = unit_of(result.switch.new.rpartition("-")[0])
+    since = result.switch.started.replace("T", " ").replace("Z", " UTC")  # as systemd 252 takes it
+    return (
+        f"gpuguard: {how} {result.serving} [lane-switch-failed]\n"
+        f"  -> see why: journalctl -u {unit} --since '{since}'"
+    )
 
 
 def say_notices(notices: Iterable[tuple[str, str, str, str]]) -> None:

@@ -182,8 +182,8 @@ class Lanes:
         after = recover(switch, same_boot=switch.boot_id == here)
         return self._run(replace(after, boot_id=here))
 
-    def start_active(self) -> Lane | None:
-        """Start the lane that should serve, if it does not; None: none should.
+    def start_active(self) -> tuple[Lane | None, bool]:
+        """Start the lane that should serve (None: none should), and whether it had to be.
 
         Raises:
             StateError, ProbeError: what is recorded cannot be read.
@@ -191,7 +191,7 @@ class Lanes:
         """
         active = store.read_active(self._host).lane_id
         if active is None:
-            return None
+            return None, False
         release = store.read_release(self._host, active)
         systemd = Systemd(self._host)
         state = systemd.show(release.lane.unit)
@@ -199,7 +199,7 @@ class Lanes:
             systemd.reload()
         if state.is_stopped:
             systemd.start(release.lane.unit)
-        return release.lane
+        return release.lane, state.is_stopped
 
     def drain(self) -> tuple[Lane | None, tuple[str, ...]]:
         """Answer new requests with 503 and wait for those under way; the lane goes on running.
