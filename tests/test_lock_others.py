@@ -89,8 +89,8 @@ def test_nobody_else_can_lock(box: Box) -> None:
 def test_an_ordinary_user_sees_that_it_is_held(box: Box) -> None:
     host = LocalHost(box.root)
     code = (
-        "import os; from pathlib import Path; import sys; from gpuguard.apply import lock;"
-        "os.setgid(65534); os.setuid(65534); print(lock._is_listed(Path(sys.argv[1])))"
+        "import os; from pathlib import Path; import sys; from gpuguard.host import flock;"
+        "os.setgid(65534); os.setuid(65534); print(flock._is_listed(Path(sys.argv[1])))"
     )
     path = host.path("/var/lib/gpuguard/lock")
 

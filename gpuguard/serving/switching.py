@@ -86,10 +86,10 @@ def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None])
     """
     seconds: dict[str, float] = {}
     while switch.step is not Step.DONE:
-        write_switch(host, switch)
-        say(switch)
         begun = time.monotonic()
-        try:
+        try:  # a signal may come at any time, also before the step has begun
+            write_switch(host, switch)
+            say(switch)
             failure = _attempt(steps, switch)
             after = advance(switch, failure)
         except Interrupted:
