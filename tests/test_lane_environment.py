@@ -32,6 +32,7 @@ def make(environment: Path, *options: str) -> subprocess.CompletedProcess[str]:
             "ansible_python_interpreter": sys.executable,
             "vllm_environment": {"path": str(environment), "requirements": ["pip"]},
         },
+        "vars_files": [str(TASKS.parents[1] / "vars/main.yml")],
         "tasks": [{"ansible.builtin.include_tasks": str(TASKS)}],
     }
     file = environment.parent / "play.yml"
