@@ -211,19 +211,8 @@ def _fill_archive(root: Path, base: Base) -> None:
 def download(base: Base, layer: Path, *packages: str) -> list[Path]:
     """Packages of the distribution, and all that they need and a layer does not have."""
     lab = Lab(cache_dir() / f"apt-{base.debian.suite}", release=base.debian.suite)
-    status = layer / "var/lib/dpkg/status"
-    words = ("-o", f"Dir::State::status={status}", "--no-install-recommends", "-qy", "install")
     with booted_roots._locked():  # another test's apt may be at work in the same folder
-        try:
-            lab.apt(*words, "--download-only", *packages)
-        except subprocess.CalledProcessError:  # lists that are days old name files that are gone
-            lab.update()
-            lab.apt(*words, "--download-only", *packages)
-        simulated = lab.apt(*words, "-s", *packages)
-    planned = re.findall(r"^Inst (\S+) \((\S+) ", simulated, re.MULTILINE)
-    cache = lab.folder / "cache/archives"
-    files = [f"{name}_{version.replace(':', '%3a')}_*.deb" for name, version in planned]
-    return [next(cache.glob(pattern)) for pattern in files]
+        return lab.with_needs(layer, *packages)
 
 
 def _make_persistenced(archive: Path) -> Path:
