@@ -117,6 +117,10 @@ class LaneHost(Fakes):
             elif source.is_dir() and name != "lost+found":
                 target.mkdir()
                 lines.append(f"mount --rbind /{name} {target}")
+        # the program beside the interpreter comes first: this machine's has no stand-ins
+        beside = Path(sys.executable).parent / "gpuguard"
+        if beside.exists():
+            lines.append(f"mount --bind {self.path(PROGRAM)} {self.path(str(beside))}")
         script = " && ".join([*lines, "echo ready", "read end"])
         self._holder = subprocess.Popen(
             ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import nccl_standin
 from tests.schema import problems
 
 REPOSITORY = Path(__file__).parents[1]
@@ -30,6 +31,9 @@ class Box:
 
     folder: Path
     standin: bool = True
+
+    def __post_init__(self) -> None:
+        nccl_standin.build(self.folder)
 
     def run(
         self, *words: str, cards: int = 2, mirror: str = ""
@@ -64,6 +68,8 @@ def test_three_cards_are_proven(box: Box) -> None:
     answer = box.deep(cards=3)
     assert answer["healthy"] is True
     assert len(answer["pairs"]) == 6
+    collective = answer["collective"]
+    assert (collective["p2p_on"]["outcome"], collective["nccl"]) == ("ok", "2.28.99")
     assert [gpu["name"] for gpu in answer["gpus"]] == ["Stand-in"] * 3
     for pair in answer["pairs"]:
         assert (pair["grant"], pair["verified"], pair["reason"]) == ("ok", True, "")

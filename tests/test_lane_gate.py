@@ -10,7 +10,7 @@ import pytest
 
 from tests.booted import Machine
 from tests.test_lane_booted import (
-    RECORD,
+    begin,
     environment,
     front,
     is_active,
@@ -92,9 +92,7 @@ def test_systemd_that_does_not_answer_for_once_costs_no_lane(system: Machine) ->
 def test_what_was_decided_is_not_tried_again(system: Machine) -> None:
     """The machine loses power during a switch: back on the lane before, and that is that."""
     write_lane(system, "slow", env={"STUB_START_SECONDS": "600"}, timeouts={"first_start": 900})
-    system.start("/opt/gpuguard/bin/gpuguard", "lane", "switch", "slow")
-    record = system.path(RECORD)
-    system.wait_for(lambda: record.exists() and '"ready"' in record.read_text(), 60, "the step")
+    begin(system, "slow")
     system.reboot()
     system.wait_for(
         lambda: system.show(AT_BOOT, "ExecMainStatus") == "70", 120, "the end of the switch"

@@ -90,8 +90,11 @@ def test_a_lost_patch_pages_once_and_is_resolved(host: Box, tmp_path: Path) -> N
 
         mend(host)
         hook.wait(lambda message: message.status == "resolved")
-        pages = [m for m in hook.messages if m.receiver == "pager"]
-        assert [(m.status, m.firing) for m in pages] == [("firing", {CAUSE}), ("resolved", set())]
+        pages = [(m.status, m.firing) for m in hook.messages if m.receiver == "pager"]
+        assert (pages[0], pages[-1]) == (("firing", {CAUSE}), ("resolved", set()))
+        # Modules and pairs are not looked at in one instant: the cause may be gone a second before
+        # its consequence, which then is a message where messages go out every two seconds.
+        assert pages[1:-1] in ([], [("firing", {"GpuguardP2PLost"})])
         seen.await_query("instance:gpuguard_verdict:code", lambda v: [f["value"] for f in v] == [0])
         seen.await_query('ALERTS{alertstate="firing"}', lambda found: not found)
 

@@ -30,6 +30,9 @@ def run_collective(uuids: Sequence[str], length: int, emit: Emit) -> None:
         emit("collective", outcome="missing", detail=str(error))
     except (nccl.NcclError, CudaError) as error:
         emit("collective", outcome="error", detail=str(error))
+    except (ImportError, RuntimeError, OSError) as error:
+        # RuntimeError: what the bindings raise where there is no libcuda.so.1
+        emit("collective", outcome="error", detail=f"CUDA cannot be used: {error}")
 
 
 def _all_reduce(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _SONAME = "libnccl.so.2"
@@ -27,15 +28,21 @@ def load() -> ctypes.CDLL:
     """The library.
 
     Raises:
-        NcclMissingError: neither the loader nor an installed wheel has it.
+        NcclMissingError: neither the loader nor an installed wheel has it, or the wheel that
+            Python would take has one that cannot be loaded.
     """
+    with suppress(OSError):
+        return ctypes.CDLL(_SONAME)
     wheels = (Path(folder) / "nvidia/nccl/lib" / _SONAME for folder in sys.path if folder)
-    for name in (_SONAME, *(str(path) for path in wheels if path.exists())):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise NcclMissingError(f"{_SONAME} is neither in the loader's path nor in an installed wheel")
+    found = next((path for path in wheels if path.exists()), None)
+    if found is None:
+        raise NcclMissingError(
+            f"{_SONAME} is neither in the loader's path nor in an installed wheel"
+        )
+    try:
+        return ctypes.CDLL(str(found))
+    except OSError as error:
+        raise NcclMissingError(f"{_SONAME} cannot be loaded: {error}") from error
 
 
 class Communicators:
