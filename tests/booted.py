@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuguard.demo.loaded import loadable_modules, unpacked
+from tests.booted_end import wait_for_end
 from tests.booted_roots import (
     PROGRAM,
     Base,
@@ -142,7 +143,7 @@ class Machine:
     def come_back(self, timeout: float = 120) -> str:
         """Wait for the end of a boot that was asked to restart; start the next one."""
         assert self._nspawn is not None
-        status = self._nspawn.wait(timeout)
+        status = wait_for_end(self._nspawn, timeout)
         assert status == _REBOOT, f"nspawn exited with {status}\n{self.console()}"
         self._nspawn = None
         release = self.boot_loader_starts()
@@ -155,7 +156,7 @@ class Machine:
             return
         with suppress(subprocess.SubprocessError, AssertionError, OSError):
             self.run("systemctl", "poweroff", "--force", check=False, timeout=20)
-            self._nspawn.wait(30)
+            wait_for_end(self._nspawn, 30)
         self.cut_power()
 
     def cut_power(self) -> None:

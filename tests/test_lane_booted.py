@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,18 +265,9 @@ def test_power_loss_in_the_middle_of_a_switch(system: Machine) -> None:
     assert not record.exists()
 
 
-def let_end(process: subprocess.Popen[str]) -> None:
-    """At the end of a shutdown all is stopped and killed: nsenter stops, too, and nobody goes on
-    with it, so that its child stays a zombie and the system never ends."""
-    while process.poll() is None:
-        process.send_signal(signal.SIGCONT)
-        time.sleep(0.2)
-
-
 def begin(system: Machine, name: str) -> None:
     """A switch, until it waits for the lane; nobody waits for its end."""
-    process = system.start("/opt/gpuguard/bin/gpuguard", "lane", "switch", name)
-    threading.Thread(target=let_end, args=(process,), daemon=True).start()
+    system.start("/opt/gpuguard/bin/gpuguard", "lane", "switch", name)
     record = system.path(RECORD)
     system.wait_for(lambda: record.exists() and '"ready"' in record.read_text(), 60, "the step")
 
