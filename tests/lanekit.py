@@ -36,11 +36,13 @@ from gpuguard.serving.lane_file import read_lane
 from tests.lanerun import (
     PATIENCE,
     Fakes,
+    Hook,
     Running,
     Said,
     cmdline,
     free_port,
     killer,
+    refuser,
     wait_for,
 )
 
@@ -172,20 +174,22 @@ class LaneHost(Fakes):
 
     # --- the program
 
-    def start(self, *words: str, die_at: int | None = None) -> Running:
+    def start(self, *words: str, die_at: int | None = None, full: range | None = None) -> Running:
         """``gpuguard WORDS`` in a child, not waited for.
 
         Args:
             *words: its arguments.
             die_at: kill -9 it before it renames a file for the so many-th time.
+            full: the renames, counted from 1, for which the disk has no room.
         """
         folder = Path(tempfile.mkdtemp(dir=self.root.parent))
         child = os.fork()
         if child == 0:
-            self._become_program(words, folder, die_at)
+            hook = None if die_at is None else killer(die_at)
+            self._become_program(words, folder, hook if full is None else refuser(full))
         return Running(child, folder)
 
-    def _become_program(self, words: tuple[str, ...], folder: Path, die_at: int | None) -> None:
+    def _become_program(self, words: tuple[str, ...], folder: Path, hook: Hook | None) -> None:
         status = 1
         try:
             for number, name in ((1, "out"), (2, "err")):
@@ -197,8 +201,8 @@ class LaneHost(Fakes):
             sys.argv = [PROGRAM, *words]
             # children that ask NVML or CUDA get this path
             sys.path[:0] = [place for place in STANDINS if Path(place).is_dir()]
-            if die_at is not None:
-                sys.addaudithook(killer(die_at))
+            if hook is not None:
+                sys.addaudithook(hook)
             program.main()
             status = 0
         except SystemExit as error:
@@ -210,8 +214,8 @@ class LaneHost(Fakes):
             sys.stderr.flush()
             os._exit(status)
 
-    def run(self, *words: str, die_at: int | None = None) -> Said:
-        said = self.start(*words, die_at=die_at).wait()
+    def run(self, *words: str, die_at: int | None = None, full: range | None = None) -> Said:
+        said = self.start(*words, die_at=die_at, full=full).wait()
         assert "Traceback" not in said.err, said.err
         return said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 30.0
+Hook = Callable[[str, tuple[Any, ...]], None]
 PYNVML = """
 import json, os
 S = json.load(open(os.path.join(os.path.dirname(__file__), "state.json")))
@@ -155,7 +157,7 @@ def cmdline(pid: int) -> bytes:
     return b""
 
 
-def killer(number: int) -> Callable[[str, tuple[Any, ...]], None]:
+def killer(number: int) -> Hook:
     seen = 0
 
     def hook(event: str, _arguments: tuple[Any, ...]) -> None:
@@ -164,6 +166,19 @@ def killer(number: int) -> Callable[[str, tuple[Any, ...]], None]:
             seen += 1
             if seen == number:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
+
+
+def refuser(numbers: range) -> Hook:
+    seen = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event == "os.rename":
+            seen += 1
+            if seen in numbers:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), arguments[1])
 
     return hook
 

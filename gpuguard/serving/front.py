@@ -79,21 +79,30 @@ class Front:
 
         Raises:
             FrontError: the running proxy does something else; the file is right.
-            OSError: the file cannot be written.
+            OSError: the file cannot be written. To open, the running proxy was told all the same:
+                clients are served, until it is started anew.
         """
         text = read_text(self._host, FRONT_FILE) or ""
         listen = parse_listen(text)
         if listen is None:
             raise _down(f"{FRONT_FILE} is none of ours")
         new = render_front(listen, self._retry_after, route)
-        if new != text:
-            self._host.replace_file(FRONT_FILE, new.encode(), mode=_FILE_MODE)
+        unwritten = None
+        try:
+            if new != text:
+                self._host.replace_file(FRONT_FILE, new.encode(), mode=_FILE_MODE)
+        except OSError as error:
+            if not route.is_open:
+                raise
+            unwritten = error
         for command in commands(route):
             self._tell(command)
         state = self.state()
         wrong = state.in_maintenance is route.is_open
         if wrong or (route.is_open and state.port != route.port):
             raise _down(f"it does not do what its file says: {state}")
+        if unwritten is not None:
+            raise unwritten
 
     def _tell(self, command: str) -> str:
         chunks: list[bytes] = []

@@ -172,6 +172,14 @@ def recover(switch: Switch, *, same_boot: bool) -> Switch:
     return replace(counted, step=Step.STOP)
 
 
+def unwritten(switch: Switch, problem: str) -> Switch:
+    """Where to go on when a step cannot be written down, and so is not begun."""
+    if switch.step is Step.STOP and switch.role is Role.NEW:  # the lane before still runs
+        known = (*switch.reasons, f"{switch.target}: {problem}")
+        return replace(switch, reasons=known, step=Step.UNDRAIN)
+    return _failed(switch, problem)
+
+
 def interrupt(switch: Switch) -> Switch:
     """Somebody asked to stop (Ctrl-C, SIGTERM): back to what served before."""
     if switch.step in (Step.PROMOTE, Step.UNDRAIN, Step.HALT, Step.DONE):

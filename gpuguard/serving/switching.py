@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from gpuguard.errors import GpuguardError, Interrupted
+from gpuguard.errors import GpuguardError, Interrupted, StateError
 from gpuguard.host import Host
 from gpuguard.proof import boot_id
 from gpuguard.serving.machine import (
@@ -21,11 +21,13 @@ from gpuguard.serving.machine import (
     Switch,
     advance,
     interrupt,
+    unwritten,
 )
 from gpuguard.serving.steps import Steps
 from gpuguard.serving.store import (
     append_history,
     read_active,
+    read_switch,
     remove_switch,
     write_switch,
 )
@@ -64,6 +66,18 @@ class HostGoesDownError(GpuguardError):
         )
 
 
+class SwitchStandsError(StateError):
+    """A switch cannot go on, for no step can be written down; the record says where it is."""
+
+    code = "lane-switch-stands"
+
+    def __init__(self, switch: Switch, problem: str) -> None:
+        super().__init__(
+            f"{problem}; the switch to {switch.new} stands still before {switch.step}",
+            hint="make room, then: gpuguard lane resume; who serves now: gpuguard lane status",
+        )
+
+
 def now() -> str:
     """RFC 3339, UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -74,6 +88,8 @@ def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None])
 
     A signal leads back to the lane before, which takes as long as its start; a second one ends
     the process, and the next run or boot goes on. While the host goes down nothing leads back.
+    A step that cannot be written down is not begun and has failed: only what gives traffic back to
+    a lane that runs is done all the same.
 
     Args:
         host: where.
@@ -83,15 +99,22 @@ def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None])
 
     Raises:
         HostGoesDownError: a step failed, or was interrupted, because of that; the record stays.
+        StateError: the first step cannot be written down, and nothing was done; or two in a row,
+            and the record stays.
     """
     seconds: dict[str, float] = {}
+    was_written: bool | None = None
     while switch.step is not Step.DONE:
         begun = time.monotonic()
         try:  # a signal may come at any time, also before the step has begun
-            write_switch(host, switch)
-            say(switch)
-            failure = _attempt(steps, switch)
-            after = advance(switch, failure)
+            problem = _write_down(host, switch, was_written=was_written)
+            was_written = problem is None
+            if problem is None or switch.step is Step.UNDRAIN:
+                say(switch)
+                failure = _attempt(steps, switch)
+                after = advance(switch, failure)
+            else:
+                failure, after = problem, unwritten(switch, problem)
         except Interrupted:
             failure, after = "interrupted", interrupt(switch)
         if failure is not None and switch.step not in NOTHING_STOPPED and steps.host_goes_down():
@@ -99,8 +122,22 @@ def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None])
         key = switch.step.value if switch.role is Role.NEW else f"{switch.target}/{switch.step}"
         seconds[key] = round(seconds.get(key, 0.0) + time.monotonic() - begun, 1)
         switch = replace(after, notes=tuple(dict.fromkeys((*after.notes, *steps.notes))))
-    write_switch(host, switch)
+    with suppress(StateError):  # all is done, and done again if nobody comes to take it away
+        write_switch(host, switch)
     return conclude(host, switch, steps, seconds)
+
+
+def _write_down(host: Host, switch: Switch, *, was_written: bool | None) -> str | None:
+    """Why it cannot be; ``was_written``: the step before, None: there is none."""
+    try:
+        write_switch(host, switch)
+    except StateError as error:
+        if was_written or switch.step is Step.UNDRAIN:
+            return error.message
+        if read_switch(host) is None:
+            raise  # nothing was done
+        raise SwitchStandsError(switch, error.message) from error
+    return None
 
 
 def _attempt(steps: Steps, switch: Switch) -> str | None:
