@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests import live
@@ -19,6 +21,10 @@ pytest_plugins = [
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Remember the machine as it is before the first test."""
     session.config.stash[live.BEFORE] = live.snapshot()
+    # What is ignored here (under nohup) would be ignored by every program that is sent one, too;
+    # a handler is not inherited.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
