@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from gpuguard.daemon import connection as connections
 from gpuguard.daemon import passwords as password_checks
 from gpuguard.daemon import server as servers
 from gpuguard.daemon.http import Request, Response
-from gpuguard.daemon.passwords import Passwords
+from gpuguard.daemon.passwords import Passwords, _bcrypt_is, can_check_passwords
 from tests.daemon_kit import Served, cards_only, configure, serving
 from tests.p2pbox import P2pBox
 
@@ -250,14 +251,13 @@ def test_one_client_leaves_room_for_others_and_those_who_left_take_none(box: P2p
 
 
 def test_a_no_takes_the_same_work_for_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, work = password_checks._crypt(), []
+    real, work = password_checks._crypt, []
 
     def crypt(password: bytes, setting: bytes) -> bytes | None:
         work.append(2 ** int(setting.split(b"$")[2]))
-        found = real(password, setting)
-        return bytes(found) if found is not None else None
+        return real(password, setting)
 
-    monkeypatch.setattr(password_checks, "_crypt", lambda: crypt)
+    monkeypatch.setattr(password_checks, "_crypt", crypt)
     passwords = Passwords()
     passwords.use({"cheap": _RIGHT, "middle": f"$2b$06${_TAIL}", "dear": f"$2b$08${_TAIL}"})
     for name in ("cheap", "middle", "dear", "nobody"):
@@ -286,3 +286,14 @@ def test_what_was_wrong_is_checked_again_when_the_hash_is_another() -> None:
     passwords.use({})
     assert passwords.knows(said) is None
     passwords.close()
+
+
+def test_a_reload_can_look_while_a_password_is_checked() -> None:
+    """crypt(3) of one thread spoils another's: reloads were refused, right passwords failed."""
+    with ThreadPoolExecutor(2) as pool:
+        checks = [pool.submit(_bcrypt_is, b"correct horse", _RIGHT) for _ in range(200)]
+        assert all(can_check_passwords() for _ in range(200))
+        assert all(check.result() for check in checks)
+        wrong = [pool.submit(_bcrypt_is, b"wrong horse", _RIGHT) for _ in range(200)]
+        assert all(can_check_passwords() for _ in range(200))
+        assert not any(check.result() for check in wrong)

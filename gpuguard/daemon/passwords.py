@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 MAX_CHECKS = 8  # under way and waiting
 MAX_CHECKS_OF_ONE = 4  # client: one that tries passwords leaves room for others
@@ -21,6 +20,7 @@ _REMEMBERED = 64
 _WRONG_REMEMBERED = 256
 _WRONG_SECONDS = 10.0
 _SALT = "CCCCCCCCCCCCCCCCCCCCC."
+_CRYPT_DATA = 1 << 18
 LEAST_COST, MOST_COST = 4, 14  # 14 is a second of a core
 
 
@@ -42,7 +42,7 @@ class Passwords:
         self._wrong: dict[bytes, _Known] = {}
         self._lock = threading.Lock()
         self._asked: Counter[str] = Counter()  # checks under way, by client
-        # One thread: crypt(3) has one static result, and one core is enough.
+        # One thread: one core is enough.
         self._pool = ThreadPoolExecutor(1, "passwords")
 
     def use(self, users: Mapping[str, str]) -> None:
@@ -133,21 +133,25 @@ def _digest(header: str) -> bytes:
 
 def _bcrypt_is(password: bytes, hashed: str) -> bool:
     """Through libxcrypt, which every Debian and Ubuntu has for its own passwords."""
-    made = _crypt()(password, hashed.encode())
+    made = _crypt(password, hashed.encode())
     return made is not None and hmac.compare_digest(made, hashed.encode())
 
 
-def _crypt() -> Any:
-    library = ctypes.CDLL("libcrypt.so.1")
-    library.crypt.restype = ctypes.c_char_p
-    library.crypt.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-    return library.crypt
+def _crypt(password: bytes, setting: bytes) -> bytes | None:
+    # Not crypt(3): it works in one place for all threads, and a reload looks whether passwords can
+    # be checked while one is. libxcrypt's struct crypt_data has 32 KiB, glibc's had 128.
+    work = ctypes.create_string_buffer(_CRYPT_DATA)
+    crypt_r = ctypes.CDLL("libcrypt.so.1").crypt_r
+    crypt_r.restype = ctypes.c_char_p
+    crypt_r.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+    made: bytes | None = crypt_r(password, setting, work)
+    return made
 
 
 def can_check_passwords() -> bool:
     """Whether this system's libcrypt is there and knows bcrypt."""
     try:
-        made = _crypt()(b"", f"$2b${LEAST_COST:02d}${_SALT}".encode())
+        made = _crypt(b"", f"$2b${LEAST_COST:02d}${_SALT}".encode())
     except OSError:
         return False
     return made is not None and made.startswith(b"$2b$")
