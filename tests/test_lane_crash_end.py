@@ -85,13 +85,3 @@ def test_on_the_way_to_nothing(host: LaneHost) -> None:
     else:
         pytest.fail("it never came to its end")
     assert len(seen) >= 2
-
-
-def test_no_room_for_a_moment_on_the_way_to_nothing(host: LaneHost) -> None:
-    host.lane("b", env=_FATAL)
-    for number in range(_PAST, _PAST + 10):
-        back_to_a(host)
-        said = host.run("lane", "switch", "b", full=range(number, number + 1))
-        assert said.status == 71, (number, said.err)
-        assert (host.serving(), host.front(), where(host)) == (None, 503, None), number
-        assert host.history()[-1]["outcome"] == "failed"

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lanekit import LaneHost, Said, settle
-from tests.test_lane_crash import back_to_a, check_settled, recorded_step
+from tests.lanekit import LaneHost, Said
+from tests.test_lane_crash import _MANY, back_to_a, check_settled, recorded_step, two
 
+__all__ = ["two"]
 pytestmark = pytest.mark.slow
-#: More renames than a switch makes: how many there are is counted by going on until none is left.
-_MANY = 60
-
-
-@pytest.fixture
-def two(lane_host: LaneHost) -> LaneHost:
-    """Lanes a and b, known to this host, behind the front; a serves."""
-    settle(lane_host, b={}, a={})
-    return settle(lane_host, a={}, b={})
 
 
 def is_told(host: LaneHost, said: Said) -> bool:

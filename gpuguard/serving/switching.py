@@ -32,8 +32,6 @@ from gpuguard.serving.store import (
     write_switch,
 )
 
-_LAST = (Step.UNDRAIN, Step.HALT)  # whatever comes of them, nothing else is tried
-
 
 @dataclass(slots=True)
 class Result:
@@ -91,7 +89,7 @@ def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None])
     A signal leads back to the lane before, which takes as long as its start; a second one ends
     the process, and the next run or boot goes on. While the host goes down nothing leads back.
     A step that cannot be written down is not begun and has failed: only what gives traffic back to
-    a lane that runs, or ends with none, is done all the same.
+    a lane that runs is done all the same.
 
     Args:
         host: where.
@@ -111,7 +109,7 @@ def run(host: Host, switch: Switch, steps: Steps, say: Callable[[Switch], None])
         try:  # a signal may come at any time, also before the step has begun
             problem = _write_down(host, switch, was_written=was_written)
             was_written = problem is None
-            if problem is None or switch.step in _LAST:
+            if problem is None or switch.step is Step.UNDRAIN:
                 say(switch)
                 failure = _attempt(steps, switch)
                 after = advance(switch, failure)
@@ -134,7 +132,7 @@ def _write_down(host: Host, switch: Switch, *, was_written: bool | None) -> str 
     try:
         write_switch(host, switch)
     except StateError as error:
-        if was_written or switch.step in _LAST:
+        if was_written or switch.step is Step.UNDRAIN:
             return error.message
         if read_switch(host) is None:
             raise  # nothing was done
